@@ -1,0 +1,5 @@
+"""The ops in Helion."""
+
+from .softmax import softmax
+
+__all__ = ["softmax"]

@@ -1,0 +1,5 @@
+"""What each op means: plain PyTorch definitions, and the declarations that backends, tests and benchmarks read."""
+
+from .softmax import softmax
+
+__all__ = ["softmax"]

@@ -1,0 +1,307 @@
+"""The contract: what an op declares, and how a backend's kernels become its public function.
+
+A declaration (`Op`) holds the definition of an op and all that tests and benchmarks need. `Op.implement` takes the
+kernels of one backend and returns the function that users call. It has two doors into one room. A plain eager call goes
+straight to the kernels, because a registered operator costs more host time than a small kernel runs. `torch.compile`,
+tensor subclasses, dispatch modes and function transforms go through operators registered with `torch.library`. Both doors
+refuse the same input, save the same values and run the same code.
+"""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from ._arguments import PLAIN, Arguments
+from ._draw import Draw
+from ._rows import Rows
+
+F = TypeVar("F", bound=Callable[..., Any])
+Make = Callable[..., Tensor]
+
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+class Cost(NamedTuple):
+    """The least that one direction of an op can do: bytes to and from device memory, floating-point operations."""
+
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op(Generic[F]):
+    """One op.
+
+    A forward kernel takes the definition's arguments in their order and returns the outputs, then the extras. A backward
+    says by its parameters' names what it is given, and so what is saved: `grad_<output>`, any argument, output or extra,
+    and `needs`, one bool for each entry of `grads`. It returns one gradient for each entry, None where none is needed.
+    """
+
+    fn: F
+    """The definition in plain PyTorch, in its inputs' dtype: the oracle. Every backend has its signature and docstring."""
+    check: Callable[..., None]
+    """Refuses shapes, ranges and combinations. Types, literal options, dtypes and devices are refused before it."""
+    samples: Callable[[Draw], Iterator[dict[str, Any]]]
+    """Arguments for tests: small, odd, each option at least once."""
+    workloads: Mapping[str, Callable[[Draw], dict[str, Any]]]
+    """Arguments for benchmarks, under the names of the real models whose shapes they are."""
+    cost: Callable[..., tuple[Cost, Cost]]
+    """The cost of a forward and of a backward with these arguments."""
+    outputs: Mapping[str, Make]
+    """Each output's name, and an empty tensor like it from a kernel's arguments. Where the signature has an option
+    `return_x`, the output `x` is returned on request only."""
+    extras: Mapping[str, Make] = field(default_factory=dict)
+    """The same for what the forward computes for the backward alone."""
+    grads: Mapping[str, str] = field(default_factory=dict)
+    """Each differentiable argument, and the parameter of the backward that its gradient looks like (`empty_like`)."""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """A row-wise op's tensors, the main one first, and how many trailing dimensions each keeps: kernels see all leading
+    ones as one. They reduce the last dimension; an argument `dim` never reaches them."""
+    dtypes: Mapping[str, tuple[torch.dtype, ...]] = field(default_factory=dict)
+    """What a tensor argument takes, where that is not float32, float16 and bfloat16."""
+    eager: Callable[..., Any] | None = None
+    """What a user would write today: the baseline, where it is not the definition."""
+    autocast: Callable[..., Mapping[str, Any]] | None = None
+    """The arguments that change under autocast, where the native op has a rule."""
+    slack: Mapping[torch.dtype, float] = field(default_factory=dict)
+    """Exceptions to the tolerance of two roundings, in roundings of a dtype; each has its reason in a comment."""
+
+    @property
+    def name(self) -> str:
+        return self.fn.__name__
+
+    @functools.cached_property
+    def arguments(self) -> Arguments:
+        return Arguments(self.fn, self.dtypes)
+
+    def returned(self, options: Mapping[str, Any]) -> list[str]:
+        """The names of the outputs that a call with these arguments returns."""
+        return [name for name in self.outputs if options.get(f"return_{name}", True)]
+
+    def implement(self, forward: Callable[..., Any], backward: Callable[..., Any] | None = None) -> F:
+        """The public function that runs these kernels."""
+        arguments, kernels = self.arguments, _Kernels(self, forward, backward)
+        dim_at = arguments.position.get("dim", -1) if self.rows else -1
+
+        @functools.wraps(self.fn)
+        def public(*args: Any, **kwargs: Any) -> Any:
+            values = arguments.bind(args, kwargs)
+            arguments.refuse(values)
+            tensors = [value for value in values if isinstance(value, Tensor)]
+            self._refuse_devices(tensors, values)
+            self.check(*values)
+            if self.autocast is not None and torch.is_autocast_enabled(tensors[0].device.type):
+                for name, value in self.autocast(*values).items():
+                    values[arguments.position[name]] = value
+            if any(t.numel() == 0 for t in tensors):
+                return self.fn(**dict(zip(arguments.names, values, strict=True)))
+            if dim_at < 0:
+                return kernels(values)
+            dim = values.pop(dim_at)
+            if dim in (-1, values[0].ndim - 1):
+                return kernels(values)
+            values[0] = values[0].movedim(dim, -1)
+            return kernels(values).movedim(-1, dim)
+
+        public.__module__ = forward.__module__
+        return cast(F, public)
+
+    def _refuse_devices(self, tensors: list[Tensor], values: Sequence[Any]) -> None:
+        device = tensors[0].device
+        for t in tensors:
+            if t.device != device:
+                first, name = (
+                    next(n for n, v in zip(self.arguments.names, values, strict=True) if v is x) for x in (tensors[0], t)
+                )
+                raise ValueError(f"{self.name}: {name} must be on {device}, where {first} is, got {t.device}")
+        if device.type != "cuda" and not INTERPRET:
+            raise ValueError(
+                f"{self.name}: {self.arguments.names[0]} must be on a GPU, got {device}. To run without one, set "
+                "TRITON_INTERPRET=1 before the import: the kernels then run, slowly, under Triton's interpreter"
+            )
+
+
+class _Kernels:
+    """One backend's kernels of one op: the two doors, and the room behind them."""
+
+    def __init__(self, op: Op[Any], forward: Callable[..., Any], backward: Callable[..., Any] | None) -> None:
+        self.op, self.forward, self.backward = op, forward, backward
+        self.inputs = [a for a in op.arguments.all if not (op.rows and a.name == "dim")]
+        self.names = [a.name for a in self.inputs]
+        self.made = {**op.outputs, **op.extras}
+        self.differentiable = [self.names.index(name) for name in op.grads]
+        self.given = list(inspect.signature(backward).parameters) if backward else []
+        self.incoming = [name for name in self.given if name.startswith("grad_") and name[5:] in op.outputs]
+        self.saved = [name for name in self.given if name not in self.incoming and name != "needs"]
+        unknown = {*self.saved} - {*self.names, *self.made}
+        if backward and (unknown := unknown | {*op.grads.values()} - {*self.given}):
+            raise TypeError(f"{op.name}: the backward's parameters must name what the op has: {sorted(unknown)}")
+        self.rows, self.back_rows = Rows(op.rows, self.names), Rows(op.rows, self.given)
+        self._register()
+
+        class Direct(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *values: Any) -> Any:
+                results = self.run_forward(*values)
+                self._save(ctx, values, results)
+                return self._returned(values, results)
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+                return self._gradients(ctx, dict(zip(op.returned(ctx.options), grads, strict=True)))
+
+        self.direct = Direct
+
+    # The doors.
+
+    def __call__(self, values: list[Any]) -> Any:
+        wants_grad = torch.is_grad_enabled() and self._wants_grad(values)
+        if _watched() or any(isinstance(v, Tensor) and type(v) not in PLAIN for v in values):
+            return self._returned(values, self.registered(*values))
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(f"{self.op.name}: torch.func transforms are not supported; use torch.autograd")
+        if wants_grad:
+            return self.direct.apply(*values)
+        return self._returned(values, self.run_forward(*values))
+
+    def _wants_grad(self, values: list[Any]) -> bool:
+        wants = False
+        for name, value in zip(self.names, values, strict=True):
+            if isinstance(value, Tensor) and value.requires_grad:
+                wants = True
+                if name not in self.op.grads or self.backward is None:
+                    raise ValueError(f"{self.op.name}: {name} must not require grad, for it gets none; got requires_grad=True")
+        return wants
+
+    def _returned(self, values: Sequence[Any], results: Any) -> Any:
+        """What the caller sees of the outputs and extras."""
+        results = results if isinstance(results, (tuple, list)) else (results,)
+        names = self.op.returned(dict(zip(self.names, values, strict=True)))
+        kept = tuple(result for name, result in zip(self.made, results, strict=True) if name in names)
+        return kept[0] if len(kept) == 1 else kept
+
+    def _register(self) -> None:
+        op, space = self.op, self.forward.__module__.partition(".")[0]
+        self.library = library = torch.library.Library(space, "FRAGMENT")
+
+        def define(name: str, arguments: list[str], returns: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+            library.define(f"{name}({', '.join(arguments)}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+            library.impl(name, run, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"{space}::{name}", fake, lib=library)
+            return getattr(getattr(torch.ops, space), name).default
+
+        def refuse(ctx: Any, *grads: Any) -> Any:
+            raise RuntimeError(f"{op.name}: double backward is not supported; its backward has no derivative")
+
+        def save(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+            results = output if isinstance(output, tuple) else (output,)
+            ctx.mark_non_differentiable(*results[len(op.outputs) :])
+            self._save(ctx, inputs, results)
+
+        def gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            returned = op.returned(ctx.options)
+            return self._gradients(ctx, {n: g for n, g in zip(self.made, grads, strict=True) if n in returned})
+
+        returns = "Tensor" if len(self.made) == 1 else f"({', '.join(['Tensor'] * len(self.made))})"
+        schemas = {a.name: a.schema for a in self.inputs}
+        self.registered = define(op.name, [*schemas.values()], returns, _alone(self.run_forward), _alone(self.fake_forward))
+        if self.backward is not None:
+            back = f"{op.name}_backward"
+            takes = (
+                [f"Tensor? {n}" for n in self.incoming] + [schemas.get(n, f"Tensor {n}") for n in self.saved] + ["bool[] needs"]
+            )
+            self.registered_backward = define(back, takes, "Tensor[]", self.run_backward, self.fake_backward)
+            torch.library.register_autograd(f"{space}::{op.name}", gradients, setup_context=save, lib=library)
+            torch.library.register_autograd(f"{space}::{back}", refuse, lib=library)
+
+    def _save(self, ctx: Any, values: Sequence[Any], results: Sequence[Tensor]) -> None:
+        known = {**dict(zip(self.names, values, strict=True)), **dict(zip(self.made, results, strict=True))}
+        ctx.options = {name: value for name, value in known.items() if not isinstance(value, Tensor)}
+        ctx.tensors = [name for name in self.saved if name not in ctx.options]
+        ctx.save_for_backward(*(known[name] for name in ctx.tensors))
+
+    def _gradients(self, ctx: Any, grads: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
+        known = {**ctx.options, **dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))}
+        needs = [ctx.needs_input_grad[i] for i in self.differentiable]
+        # With create_graph the registered door records the graph, so that a second derivative is refused by name.
+        run = self.registered_backward if torch.is_grad_enabled() or _watched() else self.run_backward
+        found = iter(run(*(grads.get(name[5:]) for name in self.incoming), *(known[name] for name in self.saved), needs))
+        result: list[Tensor | None] = [None] * len(self.inputs)
+        for i, need in zip(self.differentiable, needs, strict=True):
+            result[i] = next(found) if need else None
+        return tuple(result)
+
+    # The room: rows flattened, kernels launched on the tensors' own device, shapes restored.
+
+    def run_forward(self, *values: Any) -> tuple[Tensor, ...]:
+        if any(isinstance(value, Tensor) and value.numel() == 0 for value in values):
+            return self._empty_forward(values)
+        flat, shape = self.rows.flatten(values)
+        results = self._launch(self.forward, flat)
+        return tuple(self.rows.restore(name, t, shape) for name, t in zip(self.made, results, strict=True))
+
+    def fake_forward(self, *values: Any) -> tuple[Tensor, ...]:
+        flat, shape = self.rows.flatten(values)
+        return tuple(self.rows.restore(name, make(*flat), shape) for name, make in self.made.items())
+
+    def run_backward(self, *values: Any) -> list[Tensor]:
+        return self._backward(values, lambda flat: self._launch(self.backward, flat))
+
+    def fake_backward(self, *values: Any) -> list[Tensor]:
+        looks = [self.given.index(name) for name in self.op.grads.values()]
+        return self._backward(values, lambda flat: [torch.empty_like(flat[i]) for i in looks])
+
+    def _backward(self, values: Sequence[Any], run: Callable[[Sequence[Any]], Sequence[Tensor | None]]) -> list[Tensor]:
+        known, needs = dict(zip((*self.incoming, *self.saved, "needs"), values, strict=True)), values[-1]
+        if any(isinstance(value, Tensor) and value.numel() == 0 for value in values):
+            return [torch.zeros_like(known[like]) for like, need in zip(self.op.grads.values(), needs, strict=True) if need]
+        flat, shape = self.back_rows.flatten([known[name] for name in self.given])
+        grads = zip(self.op.grads, run(flat), needs, strict=True)
+        return [self.back_rows.restore(name, t, shape) for name, t, need in grads if need and t is not None]
+
+    def _empty_forward(self, values: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Only the registered door comes here: a size that is unknown when it is traced may be zero when it runs."""
+        options = dict(zip(self.names, values, strict=True))
+        public = self.op.fn(**options)
+        known = dict(zip(self.op.returned(options), public if isinstance(public, tuple) else (public,), strict=True))
+        return tuple(
+            known[name] if name in known else fake for name, fake in zip(self.made, self.fake_forward(*values), strict=True)
+        )
+
+    def _launch(self, kernels: Any, values: Sequence[Any]) -> Sequence[Any]:
+        t = next(value for value in values if isinstance(value, Tensor))
+        try:
+            if t.is_cuda and t.get_device() != torch.cuda.current_device():
+                with torch.cuda.device(t.device):
+                    results = kernels(*values)
+            else:
+                results = kernels(*values)
+        except Exception as error:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{self.op.name}: the first call of a kernel compiles and loads it, which a CUDA graph cannot record; "
+                    "call it once with these shapes and dtypes before the capture"
+                ) from error
+            raise
+        return results if isinstance(results, tuple) else (results,)
+
+
+def _watched() -> bool:
+    """Whether a compiler or a dispatch mode has to see the call. PyTorch has no public query of the modes that is cheap."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def _alone(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
+    """As a registered operator returns it: a single result is no tuple."""
+
+    def call(*values: Any) -> Any:
+        results = run(*values)
+        return results[0] if len(results) == 1 else results
+
+    return call

@@ -1,0 +1,5 @@
+"""The ops in hand-written Triton."""
+
+from .softmax import softmax
+
+__all__ = ["softmax"]

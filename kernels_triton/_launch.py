@@ -1,0 +1,25 @@
+"""Block sizes that fit every GPU, chosen in constant time from a shape."""
+
+from kernels_reference._op import INTERPRET
+
+if INTERPRET:
+    from kernels_reference._interpreter import fill_in
+
+    fill_in()
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def row_blocks(M: int, N: int, *, most: int, looped: int = 8192) -> tuple[int, int, int]:
+    """BLOCK_M, BLOCK_N and warps for a row-wise kernel.
+
+    One tile holds whole rows up to `most` elements; longer rows are walked in steps of `looped`. Short rows share a tile
+    of about 4096 elements, as far as there are rows enough to fill the GPU.
+    """
+    width = next_power_of_2(N)
+    if width > most:
+        return 1, looped, looped // 512
+    rows = max(1, min(4096 // width, next_power_of_2(M) // 512, 64))
+    return rows, width, min(max(rows * width // 512, 1), 32)
