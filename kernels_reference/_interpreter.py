@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-ELEMENTWISE = (
-    "abs acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf erfc erfinv exp exp2 expm1 floor fmod hypot "
-    "isinf isnan lgamma log log10 log1p log2 nextafter pow round rsqrt sin sinh sqrt tan tanh trunc"
-).split()
+ELEMENTWISE = """
+    abs acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf erfc erfinv exp exp2 expm1 floor fmod hypot
+    isinf isnan lgamma log log10 log1p log2 nextafter pow round rsqrt sin sinh sqrt tan tanh trunc
+"""
 RENAMED = {"fast_expf": "exp", "fast_dividef": "div", "div_rn": "div", "rint": "round", "nearbyint": "round", "llrint": "round"}
 
 
@@ -30,7 +30,9 @@ def _libdevice() -> None:
 
     def elementwise(function: Any) -> Any:
         def call(*arguments: Any, _semantic: Any = None, **_: Any) -> Any:
-            tensors = [a if isinstance(a, tl.tensor) else interpreter.interpreter_semantic.to_tensor(a) for a in arguments]
+            tensors: list[Any] = [
+                a if isinstance(a, tl.tensor) else interpreter.interpreter_semantic.to_tensor(a) for a in arguments
+            ]
             like = max(tensors, key=lambda t: t.dtype.primitive_bitwidth)
             result = function(*(torch.as_tensor(t.handle.data) for t in tensors))
             dtype = tl.int1 if result.dtype == torch.bool else like.dtype.scalar
@@ -40,7 +42,7 @@ def _libdevice() -> None:
 
         return call
 
-    for name in ELEMENTWISE:
+    for name in ELEMENTWISE.split():
         setattr(libdevice, name, elementwise(getattr(torch, name, None) or getattr(torch.special, name)))
     for name, meaning in RENAMED.items():
         setattr(libdevice, name, elementwise(getattr(torch, meaning)))

@@ -270,9 +270,7 @@ class _Kernels:
         options = dict(zip(self.names, values, strict=True))
         public = self.op.fn(**options)
         known = dict(zip(self.op.returned(options), public if isinstance(public, tuple) else (public,), strict=True))
-        return tuple(
-            known[name] if name in known else fake for name, fake in zip(self.made, self.fake_forward(*values), strict=True)
-        )
+        return tuple(known.get(name, fake) for name, fake in zip(self.made, self.fake_forward(*values), strict=True))
 
     def _launch(self, kernels: Any, values: Sequence[Any]) -> Sequence[Any]:
         t = next(value for value in values if isinstance(value, Tensor))

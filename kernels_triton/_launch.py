@@ -1,4 +1,6 @@
-"""Block sizes that fit every GPU, chosen in constant time from a shape."""
+"""Launching kernels, with block sizes that fit every GPU and are chosen in constant time from a shape."""
+
+from typing import Any
 
 from kernels_reference._op import INTERPRET
 
@@ -6,6 +8,10 @@ if INTERPRET:
     from kernels_reference._interpreter import fill_in
 
     fill_in()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, num_stages: int = 3) -> None:
+    kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages)
 
 
 def next_power_of_2(n: int) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels_reference.softmax import op
 
-from ._launch import row_blocks
+from ._launch import launch, row_blocks
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def softmax_fwd_kernel(
     if LOOPED:
         running_max = tl.full((BLOCK_M, 1), float("-inf"), tl.float32)
         running_sum = tl.zeros((BLOCK_M, 1), tl.float32)
-        for start in tl.range(0, N, BLOCK_N):
+        for start in range(0, N, BLOCK_N):
             cols = start + tl.arange(0, BLOCK_N)[None, :]
             x = tl.load(x_ptr + cols.to(tl.int64) * x_stride_n, (rows < M) & (cols < N), other=float("-inf")).to(tl.float32)
             new_max = tl.maximum(running_max, tl.max(x, axis=1, keep_dims=True))
@@ -38,7 +38,7 @@ def softmax_fwd_kernel(
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
             running_sum = running_sum * tl.exp(running_max - shift) + tl.sum(tl.exp(x - shift), axis=1, keep_dims=True)
             running_max = new_max
-        for start in tl.range(0, N, BLOCK_N):
+        for start in range(0, N, BLOCK_N):
             cols = start + tl.arange(0, BLOCK_N)[None, :]
             mask = (rows < M) & (cols < N)
             x = tl.load(x_ptr + cols.to(tl.int64) * x_stride_n, mask, other=float("-inf")).to(tl.float32)
@@ -73,7 +73,7 @@ def softmax_bwd_kernel(
     out_ptr += rows * out_stride_m
     grad_x_ptr += rows * grad_x_stride_m
     dot = tl.zeros((BLOCK_M, 1), tl.float32)
-    for start in tl.range(0, N if LOOPED else BLOCK_N, BLOCK_N):
+    for start in range(0, N if LOOPED else BLOCK_N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)[None, :]
         mask = (rows < M) & (cols < N)
         grad_out = tl.load(grad_out_ptr + cols.to(tl.int64) * grad_out_stride_n, mask, other=0.0).to(tl.float32)
@@ -82,7 +82,7 @@ def softmax_bwd_kernel(
         if not LOOPED:
             tl.store(grad_x_ptr + cols.to(tl.int64) * grad_x_stride_n, out * (grad_out - dot), mask)
     if LOOPED:
-        for start in tl.range(0, N, BLOCK_N):
+        for start in range(0, N, BLOCK_N):
             cols = start + tl.arange(0, BLOCK_N)[None, :]
             mask = (rows < M) & (cols < N)
             grad_out = tl.load(grad_out_ptr + cols.to(tl.int64) * grad_out_stride_n, mask, other=0.0).to(tl.float32)
@@ -94,8 +94,19 @@ def softmax_fwd(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     M, N = x.shape
     block_m, block_n, warps = row_blocks(M, N, most=32768)
-    softmax_fwd_kernel[(triton.cdiv(M, block_m),)](
-        x, out, M, N, *x.stride(), *out.stride(), block_m, block_n, block_n < N, num_warps=warps
+    launch(
+        softmax_fwd_kernel,
+        (triton.cdiv(M, block_m),),
+        x,
+        out,
+        M,
+        N,
+        *x.stride(),
+        *out.stride(),
+        block_m,
+        block_n,
+        block_n < N,
+        num_warps=warps,
     )
     return out
 
@@ -104,7 +115,9 @@ def softmax_bwd(grad_out: Tensor, out: Tensor) -> Tensor:
     grad_x = torch.empty_like(out)
     M, N = out.shape
     block_m, block_n, warps = row_blocks(M, N, most=16384)
-    softmax_bwd_kernel[(triton.cdiv(M, block_m),)](
+    launch(
+        softmax_bwd_kernel,
+        (triton.cdiv(M, block_m),),
         grad_out,
         out,
         grad_x,

@@ -38,9 +38,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """`torch.empty` gives NaN, so that an element which no kernel writes shows."""
+    """`torch.empty` gives NaN, as PyTorch's deterministic mode does, so that an element which no kernel writes shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
 
