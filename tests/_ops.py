@@ -85,16 +85,19 @@ def errors(result: Tensor, oracle: Tensor) -> tuple[float, float]:
 
 
 def assert_close(op: Op[Any], what: str, result: Tensor, eager: Tensor, oracle: Tensor) -> None:
-    """At most 1.5 times eager's error, or two roundings of the result's dtype where that is more."""
+    """At most 1.5 times eager's error, or two roundings of the result's dtype where that is more.
+
+    Eight in float32, where each step in between is rounded as coarsely as the result.
+    """
     assert result.shape == oracle.shape, f"{what}: shape {tuple(result.shape)}, not {tuple(oracle.shape)}"
     special = ~oracle.isfinite()
     torch.testing.assert_close(result[special].double(), oracle[special].double(), rtol=0, atol=0, equal_nan=True)
     assert result[~special].isfinite().all(), f"{what}: {int((~result[~special].isfinite()).sum())} elements are not finite"
-    roundings = op.slack.get(result.dtype, 2) * torch.finfo(result.dtype).eps / 2
+    roundings = op.slack.get(result.dtype, 8 if result.dtype == torch.float32 else 2) * torch.finfo(result.dtype).eps / 2
     pairs = zip(("norm", "worst element"), errors(result, oracle), errors(eager, oracle), strict=True)
     for kind, error, baseline in pairs:
         assert error <= max(1.5 * baseline, roundings), (
-            f"{what}: {kind} {error:.2e}; eager {baseline:.2e}, two roundings {roundings:.2e}"
+            f"{what}: {kind} {error:.2e}; eager {baseline:.2e}, allowed {roundings:.2e}"
         )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,9 @@ from . import _ops
 @pytest.mark.parametrize("dtype", _ops.DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 def test_samples(op: Op[Any], sample: int, backend: str, dtype: torch.dtype) -> None:
     _ops.check(op, backend, _ops.sample(op, sample, dtype))
+
+
+CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
 def relayout(draw: Callable[..., Any], t: Tensor) -> Tensor:
@@ -37,9 +40,7 @@ def relayout(draw: Callable[..., Any], t: Tensor) -> Tensor:
     return t
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], derandomize=True
-)
+@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=CHECKS)
 @given(data=st.data())
 def test_any_layout(data: st.DataObject) -> None:
     """Any sample of any op, with each tensor in any layout, in any dtype."""
