@@ -1,5 +1,6 @@
 """The ops in Helion."""
 
+from . import _kernel as _kernel  # First: it says which versions work, where Helion fails to import.
 from .softmax import softmax
 
 __all__ = ["softmax"]

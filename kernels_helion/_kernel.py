@@ -5,6 +5,7 @@ shapes with the same configuration.
 """
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -24,6 +25,9 @@ except Exception as error:
         f"kernels_helion cannot use helion {found['helion']} with torch {found['torch']} ({type(error).__name__}: {error}). "
         "Pairs that work: helion 1.5.1 with torch 2.13 or newer, helion 1.5.0 with torch 2.11"
     ) from error
+
+# Triton 3.9 warns, at a first compilation, that 3.10 will no longer contract products and sums unless it is told to.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 if INTERPRET:
     from kernels_reference._interpreter import fill_in, processors

@@ -94,37 +94,40 @@ class Op(Generic[F]):
             values = arguments.bind(args, kwargs)
             arguments.refuse(values)
             tensors = [value for value in values if isinstance(value, Tensor)]
-            self._refuse_devices(tensors, values)
+            device = tensors[0].device
+            plain, empty, grad = True, False, False
+            for t in tensors:
+                if t.device != device:
+                    self._refuse_devices(tensors[0], t, values)
+                plain = plain and type(t) in PLAIN
+                empty = empty or t.numel() == 0
+                grad = grad or t.requires_grad
+            if device.type != "cuda" and not INTERPRET:
+                raise ValueError(
+                    f"{self.name}: {arguments.names[0]} must be on a GPU, got {device}. To run without one, set "
+                    "TRITON_INTERPRET=1 before the import: the kernels then run, slowly, under Triton's interpreter"
+                )
             self.check(*values)
-            if self.autocast is not None and torch.is_autocast_enabled(tensors[0].device.type):
+            if self.autocast is not None and torch.is_autocast_enabled(device.type):
                 for name, value in self.autocast(*values).items():
                     values[arguments.position[name]] = value
-            if any(t.numel() == 0 for t in tensors):
+            if empty:
                 return self.fn(**dict(zip(arguments.names, values, strict=True)))
             if dim_at < 0:
-                return kernels(values)
+                return kernels(values, plain, grad)
             dim = values.pop(dim_at)
             if dim in (-1, values[0].ndim - 1):
-                return kernels(values)
+                return kernels(values, plain, grad)
             values[0] = values[0].movedim(dim, -1)
-            return kernels(values).movedim(-1, dim)
+            return kernels(values, plain, grad).movedim(-1, dim)
 
         public.__module__ = forward.__module__
+        public.kernels = kernels  # type: ignore[attr-defined]
         return cast(F, public)
 
-    def _refuse_devices(self, tensors: list[Tensor], values: Sequence[Any]) -> None:
-        device = tensors[0].device
-        for t in tensors:
-            if t.device != device:
-                first, name = (
-                    next(n for n, v in zip(self.arguments.names, values, strict=True) if v is x) for x in (tensors[0], t)
-                )
-                raise ValueError(f"{self.name}: {name} must be on {device}, where {first} is, got {t.device}")
-        if device.type != "cuda" and not INTERPRET:
-            raise ValueError(
-                f"{self.name}: {self.arguments.names[0]} must be on a GPU, got {device}. To run without one, set "
-                "TRITON_INTERPRET=1 before the import: the kernels then run, slowly, under Triton's interpreter"
-            )
+    def _refuse_devices(self, lead: Tensor, other: Tensor, values: Sequence[Any]) -> None:
+        first, name = (next(n for n, v in zip(self.arguments.names, values, strict=True) if v is t) for t in (lead, other))
+        raise ValueError(f"{self.name}: {name} must be on {lead.device}, where {first} is, got {other.device}")
 
 
 class _Kernels:
@@ -135,6 +138,7 @@ class _Kernels:
         self.inputs = [a for a in op.arguments.all if not (op.rows and a.name == "dim")]
         self.names = [a.name for a in self.inputs]
         self.made = {**op.outputs, **op.extras}
+        self.visible = len(op.outputs)
         self.differentiable = [self.names.index(name) for name in op.grads]
         self.given = list(inspect.signature(backward).parameters) if backward else []
         self.incoming = [name for name in self.given if name.startswith("grad_") and name[5:] in op.outputs]
@@ -160,28 +164,28 @@ class _Kernels:
 
     # The doors.
 
-    def __call__(self, values: list[Any]) -> Any:
-        wants_grad = torch.is_grad_enabled() and self._wants_grad(values)
-        if _watched() or any(isinstance(v, Tensor) and type(v) not in PLAIN for v in values):
+    def __call__(self, values: list[Any], plain: bool, grad: bool) -> Any:
+        grad = grad and torch.is_grad_enabled()
+        if grad:
+            self._refuse_fixed(values)
+        if not plain or _watched():
             return self._returned(values, self.registered(*values))
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError(f"{self.op.name}: torch.func transforms are not supported; use torch.autograd")
-        if wants_grad:
+        if grad:
             return self.direct.apply(*values)
         return self._returned(values, self.run_forward(*values))
 
-    def _wants_grad(self, values: list[Any]) -> bool:
-        wants = False
+    def _refuse_fixed(self, values: list[Any]) -> None:
         for name, value in zip(self.names, values, strict=True):
-            if isinstance(value, Tensor) and value.requires_grad:
-                wants = True
-                if name not in self.op.grads or self.backward is None:
-                    raise ValueError(f"{self.op.name}: {name} must not require grad, for it gets none; got requires_grad=True")
-        return wants
+            if isinstance(value, Tensor) and value.requires_grad and (name not in self.op.grads or self.backward is None):
+                raise ValueError(f"{self.op.name}: {name} must not require grad, for it gets none; got requires_grad=True")
 
     def _returned(self, values: Sequence[Any], results: Any) -> Any:
         """What the caller sees of the outputs and extras."""
         results = results if isinstance(results, (tuple, list)) else (results,)
+        if self.visible == 1:
+            return results[0]
         names = self.op.returned(dict(zip(self.names, values, strict=True)))
         kept = tuple(result for name, result in zip(self.made, results, strict=True) if name in names)
         return kept[0] if len(kept) == 1 else kept
@@ -244,6 +248,8 @@ class _Kernels:
             return self._empty_forward(values)
         flat, shape = self.rows.flatten(values)
         results = self._launch(self.forward, flat)
+        if shape is None:
+            return results
         return tuple(self.rows.restore(name, t, shape) for name, t in zip(self.made, results, strict=True))
 
     def fake_forward(self, *values: Any) -> tuple[Tensor, ...]:
@@ -272,7 +278,7 @@ class _Kernels:
         known = dict(zip(self.op.returned(options), public if isinstance(public, tuple) else (public,), strict=True))
         return tuple(known.get(name, fake) for name, fake in zip(self.made, self.fake_forward(*values), strict=True))
 
-    def _launch(self, kernels: Any, values: Sequence[Any]) -> Sequence[Any]:
+    def _launch(self, kernels: Any, values: Sequence[Any]) -> tuple[Any, ...]:
         t = next(value for value in values if isinstance(value, Tensor))
         try:
             if t.is_cuda and t.get_device() != torch.cuda.current_device():

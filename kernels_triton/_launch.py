@@ -1,8 +1,12 @@
 """Launching kernels, with block sizes that fit every GPU and are chosen in constant time from a shape."""
 
+import os
 from typing import Any
 
 from kernels_reference._op import INTERPRET
+
+# Triton 3.9 warns, at a first compilation, that 3.10 will no longer contract products and sums unless it is told to.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 if INTERPRET:
     from kernels_reference._interpreter import fill_in

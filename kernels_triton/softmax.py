@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from kernels_reference.softmax import op
 
@@ -36,18 +37,20 @@ def softmax_fwd_kernel(
             new_max = tl.maximum(running_max, tl.max(x, axis=1, keep_dims=True))
             # A row that begins with -inf has no finite maximum yet; subtracting it from itself would make NaN.
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-            running_sum = running_sum * tl.exp(running_max - shift) + tl.sum(tl.exp(x - shift), axis=1, keep_dims=True)
+            running_sum = running_sum * libdevice.exp(running_max - shift) + tl.sum(
+                libdevice.exp(x - shift), axis=1, keep_dims=True
+            )
             running_max = new_max
         for start in range(0, N, BLOCK_N):
             cols = start + tl.arange(0, BLOCK_N)[None, :]
             mask = (rows < M) & (cols < N)
             x = tl.load(x_ptr + cols.to(tl.int64) * x_stride_n, mask, other=float("-inf")).to(tl.float32)
-            tl.store(out_ptr + cols.to(tl.int64) * out_stride_n, tl.exp(x - running_max) / running_sum, mask)
+            tl.store(out_ptr + cols.to(tl.int64) * out_stride_n, libdevice.exp(x - running_max) / running_sum, mask)
     else:
         cols = tl.arange(0, BLOCK_N)[None, :]
         mask = (rows < M) & (cols < N)
         x = tl.load(x_ptr + cols.to(tl.int64) * x_stride_n, mask, other=float("-inf")).to(tl.float32)
-        e = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
+        e = libdevice.exp(x - tl.max(x, axis=1, keep_dims=True))
         tl.store(out_ptr + cols.to(tl.int64) * out_stride_n, e / tl.sum(e, axis=1, keep_dims=True), mask)
 
 

@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 
 import pytest
 
-from tests import _ops
+from tests import _offline, _ops
 
 GPU_TESTS: list[str] = []
 
@@ -20,6 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Compilation for other GPUs goes on beside the other tests; whoever waits for it comes last.
+    items.sort(key=lambda item: "architecture" in getattr(item, "fixturenames", ()))
     if torch.cuda.is_available():
         return
     left_out = [item for item in items if item.get_closest_marker("gpu")]
@@ -34,6 +36,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(
             f"No GPU here: kernels ran under Triton's interpreter; {len(GPU_TESTS)} tests need a GPU: {', '.join(names)}"
         )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    functions = [item for item in session.items if isinstance(item, pytest.Function) and "architecture" in item.fixturenames]
+    if functions and not session.config.option.collectonly:
+        _offline.start([str(item.callspec.params["architecture"]) for item in functions])
 
 
 @pytest.fixture(autouse=True)

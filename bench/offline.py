@@ -1,0 +1,227 @@
+"""Compiles kernels for GPUs that this machine does not have: `python -m bench.offline sm_90 [OP ...]` prints JSON.
+
+The host functions of both packages run on fake CUDA tensors while the chosen GPU is stood in for; Triton compiles what
+they launch, and launches nothing. One process serves one architecture, and not Triton's interpreter, since Triton and Helion
+decide once for which of these they are there.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction, MockTensor
+
+from kernels_reference._draw import Draw
+from kernels_reference._op import Op
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What Helion and Triton ask of a GPU, and the shared memory that one block may use."""
+
+    name: str
+    processors: int
+    shared: int
+    warp: int = 32
+
+
+GPUS = {
+    "sm_80": Gpu("NVIDIA A100-SXM4-80GB", 108, 163 << 10),
+    "sm_89": Gpu("NVIDIA L4", 58, 99 << 10),
+    "sm_90": Gpu("NVIDIA H200", 132, 227 << 10),
+    "sm_100": Gpu("NVIDIA B200", 148, 227 << 10),
+    "sm_120": Gpu("NVIDIA GeForce RTX 5090", 170, 99 << 10),
+    "gfx942": Gpu("AMD Instinct MI300X", 304, 64 << 10, warp=64),
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel as compiled: registers a thread, bytes spilled a thread, bytes of shared memory a block."""
+
+    op: str
+    backend: str
+    direction: str
+    workload: str
+    kernel: str
+    registers: int
+    spilled: int
+    shared: int
+    warps: int
+    source: str
+
+
+@contextlib.contextmanager
+def stand_in(arch: str) -> Generator[list[Any]]:
+    """Pretends that this GPU is there; yields the list that kernels are added to when code launches them."""
+    gpu, amd = GPUS[arch], arch.startswith("gfx")
+    major, minor = (9, 4) if amd else divmod(int(arch.removeprefix("sm_")), 10)
+    target = GPUTarget("hip", arch, gpu.warp) if amd else GPUTarget("cuda", major * 10 + minor, gpu.warp)
+    properties = SimpleNamespace(
+        name=gpu.name,
+        major=major,
+        minor=minor,
+        multi_processor_count=gpu.processors,
+        warp_size=gpu.warp,
+        gcnArchName=f"{arch}:sramecc+:xnack-" if amd else "",
+        total_memory=80 << 30,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        shared_memory_per_block=gpu.shared,
+        shared_memory_per_block_optin=gpu.shared,
+        shared_memory_per_multiprocessor=gpu.shared + 1024,
+        L2_cache_size=50 << 20,
+    )
+    inductor = DeviceProperties(
+        type="hip" if amd else "cuda",
+        index=0,
+        multi_processor_count=gpu.processors,
+        cc=arch if amd else major * 10 + minor,  # type: ignore[arg-type]
+        major=major,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        warp_size=gpu.warp,
+    )
+    driver = SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_active_torch_device=lambda: torch.device("cuda", 0),
+    )
+    compiled: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        mocked = [MockTensor(a.dtype, list(a.shape)) if isinstance(a, Tensor) else a for a in args]
+        kernel = run(self, *mocked, grid=grid, warmup=True, **options)
+        compiled.append(kernel)
+        return kernel
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (torch.cuda, "is_available", lambda: True),
+            (torch.cuda, "is_initialized", lambda: True),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (torch.cuda, "device_count", lambda: 1),
+            (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "get_device_capability", lambda device=None: (major, minor)),
+            (torch.cuda, "get_device_properties", lambda device=None: properties),
+            (torch.cuda, "get_device_name", lambda device=None: gpu.name),
+            (torch.version, "cuda", None if amd else "12.8"),
+            (torch.version, "hip", "6.4" if amd else None),
+            (DeviceProperties, "create", staticmethod(lambda device: inductor)),
+            (triton.runtime.driver, "_active", driver),
+            (JITFunction, "run", compile_only),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield compiled
+
+
+def resources(kernel: Any) -> tuple[int, int]:
+    """Registers a thread, and bytes a thread spills to memory."""
+    if "amdgcn" in kernel.asm:
+        found = dict(
+            re.findall(r"\.(vgpr_count|[sv]gpr_spill_count|private_segment_fixed_size):\s*(\d+)", kernel.asm["amdgcn"])
+        )
+        return int(found["vgpr_count"]), 4 * int(found["vgpr_spill_count"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
+    return int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])
+
+
+def _on_cuda(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
+
+
+def compile_op(op: Op[Any], backend: str, arch: str, workload: str, dtype: torch.dtype = torch.bfloat16) -> list[Compiled]:
+    """What the forward and the backward of an op launch for a workload, compiled for an architecture."""
+    kernels = getattr(importlib.import_module(f"{backend}.{op.name}"), op.name).kernels
+    found: list[Compiled] = []
+    arguments = op.workloads[workload](Draw("meta", dtype))
+
+    def note(direction: str, compiled: list[Any]) -> None:
+        for kernel in compiled:
+            registers, spilled = resources(kernel)
+            m = kernel.metadata
+            found.append(
+                Compiled(
+                    op.name,
+                    backend,
+                    direction,
+                    workload,
+                    m.name,
+                    registers,
+                    spilled,
+                    m.shared,
+                    m.num_warps,
+                    kernel.src.fn.fn.__code__.co_filename,
+                )
+            )
+        compiled.clear()
+
+    with stand_in(arch) as compiled, FakeTensorMode():
+        fake = {n: _on_cuda(v) if isinstance(v, Tensor) else v for n, v in arguments.items()}
+        values = [v for n, v in zip(op.arguments.names, op.arguments.bind((), fake), strict=True) if n in kernels.names]
+        results = kernels.run_forward(*values)
+        note("forward", compiled)
+        if kernels.backward is not None:
+            known = dict(zip((*kernels.names, *kernels.made), (*values, *results), strict=True))
+            grads = [known[name.removeprefix("grad_")] for name in kernels.incoming]
+            kernels.run_backward(
+                *grads, *(known[name] for name in kernels.saved), [isinstance(known[name], Tensor) for name in op.grads]
+            )
+            note("backward", compiled)
+    return found
+
+
+def in_child(arch: str, *ops: str) -> list[dict[str, Any]]:
+    """What this command prints, from a process of its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "bench.offline", arch, *ops]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("arch", choices=GPUS)
+    parser.add_argument("ops", nargs="*", metavar="OP")
+    parser.add_argument("--backend", choices=("kernels_helion", "kernels_triton"), action="append")
+    chosen = parser.parse_args()
+    import kernels_reference
+
+    for name in chosen.ops or kernels_reference.__all__:
+        op = importlib.import_module(f"kernels_reference.{name}").op
+        for backend in chosen.backend or ("kernels_helion", "kernels_triton"):
+            for workload in op.workloads:
+                for line in compile_op(op, backend, chosen.arch, workload):
+                    print(json.dumps(asdict(line)), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

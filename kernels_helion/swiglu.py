@@ -1,0 +1,75 @@
+"""SwiGLU: elementwise over tiles in any strides, or over one long row where everything is contiguous."""
+
+from typing import Any
+
+import helion.language as hl
+import torch
+from torch import Tensor
+
+from kernels_reference.swiglu import op, split
+
+from ._kernel import kernel, next_power_of_2
+
+Maybe = Tensor | None
+
+
+def tile_config(out: Tensor, *others: Maybe, tile: int = 1024) -> dict[str, Any]:
+    M, N = out.shape
+    # Powers of two that divide N leave no lane idle; a column-major tensor wants rows side by side.
+    wide = 32 if any(t is not None and t.stride(0) == 1 for t in (out, *others)) else max(N & -N, 256)
+    block_n = tile if M == 1 else min(wide, next_power_of_2(N), tile)
+    return {"block_sizes": [1 if M == 1 else tile // block_n, block_n], "loop_orders": [[1, 0]], "num_warps": 4}
+
+
+@kernel(tile_config)
+def swiglu_fwd_kernel(out: Tensor, gate: Tensor, up: Maybe) -> None:
+    for rows, cols in hl.tile(out.size()):
+        if up is None:
+            x, y = hl.split(gate[rows, 2 * cols.index[:, None] + hl.arange(2)].float())
+        else:
+            x, y = gate[rows, cols].float(), up[rows, cols].float()
+        out[rows, cols] = (x * torch.sigmoid(x) * y).to(out.dtype)
+
+
+@kernel(tile_config)
+def swiglu_bwd_kernel(grad_out: Tensor, gate: Tensor, up: Maybe, grad_gate: Maybe, grad_up: Maybe) -> None:
+    for rows, cols in hl.tile(grad_out.size()):
+        if up is None:
+            x, y = hl.split(gate[rows, 2 * cols.index[:, None] + hl.arange(2)].float())
+        else:
+            x, y = gate[rows, cols].float(), up[rows, cols].float()
+        grad, sigmoid = grad_out[rows, cols].float(), torch.sigmoid(x)
+        grad_x, grad_y = grad * y * sigmoid * (1 + x * (1 - sigmoid)), grad * x * sigmoid
+        if grad_gate is not None:
+            if up is None:
+                grad_gate[rows, 2 * cols.index[:, None] + hl.arange(2)] = hl.join(grad_x, grad_y).to(gate.dtype)
+            else:
+                grad_gate[rows, cols] = grad_x.to(gate.dtype)
+        if grad_up is not None:
+            grad_up[rows, cols] = grad_y.to(gate.dtype)
+
+
+def one_row(*tensors: Maybe) -> list[Any]:
+    """All as one long row, if all are contiguous: then no width is too narrow for a tile."""
+    if all(t is None or t.is_contiguous() for t in tensors):
+        return [None if t is None else t.view(1, -1) for t in tensors]
+    return list(tensors)
+
+
+def swiglu_fwd(gate: Tensor, up: Maybe, interleaved: bool) -> Tensor:
+    out = op.outputs["out"](gate, up, interleaved)
+    swiglu_fwd_kernel(*one_row(out, *((gate, None) if interleaved else split(gate, up, False))))
+    return out
+
+
+def swiglu_bwd(grad_out: Tensor, gate: Tensor, up: Maybe, interleaved: bool, needs: list[bool]) -> tuple[Maybe, Maybe]:
+    grad_gate = torch.empty_like(gate) if needs[0] else None
+    grad_up = torch.empty_like(up) if up is not None and needs[1] else None
+    if up is not None or interleaved:
+        swiglu_bwd_kernel(*one_row(grad_out, gate, up, grad_gate, grad_up))
+    elif grad_gate is not None:
+        swiglu_bwd_kernel(*one_row(grad_out, *split(gate, None, False), *split(grad_gate, None, False)))
+    return grad_gate, grad_up
+
+
+swiglu = op.implement(swiglu_fwd, swiglu_bwd)

@@ -1,0 +1,146 @@
+"""Rotary position embedding of queries and keys."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._op import Cost, Draw, Op
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding: `x * cos + rotate(x) * sin` of the first R elements of each head; the others pass through.
+
+    In the half layout (Llama) `rotate(x) = cat(-x[R/2:], x[:R/2])`: elements i and i + R/2 are a pair. In the interleaved
+    layout (GPT-J) `rotate(x)[2i] = -x[2i+1]` and `rotate(x)[2i+1] = x[2i]`: elements 2i and 2i + 1 are a pair.
+
+    Args:
+        q: (B, H, T, D) in any memory layout, also (B, T, H, D) seen as `q.transpose(1, 2)`; float32, float16 or bfloat16.
+            The arithmetic is float32.
+        k: (B, K, T, D) with the dtype of `q`, also with fewer heads.
+        cos: (T, R), (1, T, R) or (B, T, R), with R even and at most D; float32, float16 or bfloat16, not necessarily q's.
+            Each element of a head takes its own: those of pair i are `cos[i]` and `cos[i + R/2]`, interleaved `cos[2i]` and
+            `cos[2i+1]`. For a rotation they are equal, which is not required. It gets no gradient.
+        sin: as `cos`, of the same shape.
+        interleaved: how elements are paired.
+
+    Returns:
+        The rotated `q` and `k`, each in its own dtype, rounded once, and in its own memory layout.
+
+    Raises:
+        TypeError: an argument is no tensor, or of another dtype; the dtypes of `q` and `k` differ.
+        ValueError: shapes do not fit together, R is odd or above D, a tensor is not on the GPU of the others, or `cos` or
+            `sin` requires grad.
+
+    As `apply_rotary_pos_emb` of Hugging Face's Llama, and interleaved of its GPT-J; Su et al. 2021 (arXiv 2104.09864).
+    """
+
+    R = cos.shape[-1]
+    cos, sin = (t.unsqueeze(-3) for t in (cos, sin))
+
+    def rotated(x: Tensor) -> Tensor:
+        turning, passing = x[..., :R], x[..., R:]
+        if interleaved:
+            partners = torch.stack((-turning[..., 1::2], turning[..., ::2]), dim=-1).flatten(-2)
+        else:
+            partners = torch.cat((-turning[..., R // 2 :], turning[..., : R // 2]), dim=-1)
+        turned = (turning * cos + partners * sin).to(x.dtype)
+        return torch.cat((turned, passing), dim=-1) if passing.shape[-1] else turned
+
+    return rotated(q), rotated(k)
+
+
+def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    return rope(q, k, cos.to(q.dtype), sin.to(q.dtype), interleaved=interleaved)
+
+
+def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    if q.ndim != 4:
+        raise ValueError(f"rope: q must have shape (B, H, T, D), got {tuple(q.shape)}")
+    B, _, T, D = q.shape
+    if k.ndim != 4 or k.shape[0] != B or k.shape[2] != T or k.shape[3] != D:
+        raise ValueError(f"rope: k must have shape ({B}, K, {T}, {D}) for q of shape {tuple(q.shape)}, got {tuple(k.shape)}")
+    if k.dtype != q.dtype:
+        raise TypeError(f"rope: k must have the dtype of q, {q.dtype}, got {k.dtype}")
+    if cos.ndim not in (2, 3) or cos.shape[-2] != T or (cos.ndim == 3 and cos.shape[0] not in (1, B)):
+        raise ValueError(
+            f"rope: cos must have shape ({T}, R), (1, {T}, R) or ({B}, {T}, R) for q of shape {tuple(q.shape)}, "
+            f"got {tuple(cos.shape)}"
+        )
+    if cos.shape[-1] % 2 or not 2 <= cos.shape[-1] <= D:
+        raise ValueError(f"rope: cos must have an even last dimension from 2 to {D}, got {cos.shape[-1]}")
+    if sin.shape != cos.shape:
+        raise ValueError(f"rope: sin must have the shape of cos, {tuple(cos.shape)}, got {tuple(sin.shape)}")
+
+
+def arguments(
+    draw: Draw,
+    sizes: tuple[int, int, int, int, int],
+    *,
+    R: int | None = None,
+    tables: tuple[int, ...] = (),
+    dtype: torch.dtype | None = None,
+    heads_inside: bool = False,
+    interleaved: bool = False,
+) -> dict[str, Any]:
+    """For sizes (B, H, K, T, D), with tables of shape (*tables, T, R); `heads_inside` for (B, T, H, D) in memory."""
+    B, H, K, T, D = sizes
+    q, k = (draw(B, T, n, D).transpose(1, 2) if heads_inside else draw(B, n, T, D) for n in (H, K))
+    # A kernel that takes both elements' cosines to be the same, as those of a rotation are, shows.
+    cos, sin = (draw(*tables, T, R or D, dtype=dtype) for _ in range(2))
+    return {"q": q, "k": k, "cos": cos, "sin": sin, "interleaved": interleaved}
+
+
+def samples(draw: Draw) -> Iterator[dict[str, Any]]:
+    yield arguments(draw, (1, 1, 1, 1, 2))
+    yield arguments(draw, (2, 4, 2, 5, 8))
+    yield arguments(draw, (2, 9, 3, 7, 96), tables=(2,), dtype=torch.float32)
+    yield arguments(draw, (2, 3, 2, 33, 60), R=30, tables=(1,), interleaved=True)
+    yield arguments(draw, (1, 2, 1, 129, 100), dtype=torch.bfloat16, interleaved=True)
+    yield arguments(draw, (3, 8, 2, 17, 40), R=16, tables=(3,), heads_inside=True)
+    yield arguments(draw, (1, 40, 8, 3, 128), dtype=torch.float32, heads_inside=True, interleaved=True)
+    yield arguments(draw, (1, 3, 2, 1007, 7), R=4)
+    yield arguments(draw, (2, 1, 1, 2, 1300), R=1050)
+    yield arguments(draw, (1, 2, 1, 2, 1051), R=1050, heads_inside=True, interleaved=True)
+    yield arguments(draw, (1, 1, 2, 1, 600), R=2)
+
+
+def cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Cost, Cost]:
+    turned = (q.numel() + k.numel()) // q.shape[-1] * cos.shape[-1]
+    both = Cost(2 * (q.nbytes + k.nbytes) + cos.nbytes + sin.nbytes, 3 * turned)
+    return both, both
+
+
+workloads = {
+    # Hugging Face's tables have the dtype of the activations and a batch of one, or of B where positions differ; in its
+    # models heads lie inside positions in memory.
+    "llama-3.1-8b/prefill-4k": lambda draw: arguments(draw, (2, 32, 8, 4096, 128), dtype=torch.float32),
+    "llama-3.1-8b/train-2k": lambda draw: arguments(draw, (8, 32, 8, 2048, 128), tables=(1,), heads_inside=True),
+    "llama-3.1-70b/prefill-4k": lambda draw: arguments(draw, (2, 64, 8, 4096, 128), tables=(1,)),
+    "llama-3.1-70b/train-2k": lambda draw: arguments(draw, (8, 64, 8, 2048, 128), tables=(1,), heads_inside=True),
+    "qwen-3-8b/decode-64": lambda draw: arguments(draw, (64, 32, 8, 1, 128), tables=(64,)),
+    "qwen-3-8b/packed-4k": lambda draw: arguments(draw, (2, 32, 8, 4096, 128), tables=(2,), dtype=torch.float32),
+    "gemma-3-27b/prefill-4k": lambda draw: arguments(draw, (2, 32, 16, 4096, 128), tables=(1,), heads_inside=True),
+    "mistral-7b/decode-1": lambda draw: arguments(draw, (1, 32, 8, 1, 128), tables=(1,)),
+    "glm-4-9b/prefill-4k": lambda draw: arguments(draw, (2, 32, 2, 4096, 128), R=64, tables=(1,), interleaved=True),
+    "gpt-j-6b/train-2k": lambda draw: arguments(
+        draw, (8, 16, 16, 2048, 256), R=64, tables=(1,), heads_inside=True, interleaved=True
+    ),
+    "phi-3-mini/odd-1000": lambda draw: arguments(draw, (4, 32, 32, 1000, 96), tables=(1,)),
+}
+
+
+op = Op(
+    fn=rope,
+    check=check,
+    samples=samples,
+    workloads=workloads,
+    cost=cost,
+    outputs={
+        "q_out": lambda q, k, cos, sin, interleaved: torch.empty_like(q),
+        "k_out": lambda q, k, cos, sin, interleaved: torch.empty_like(k),
+    },
+    grads={"q": "grad_q_out", "k": "grad_k_out"},
+    eager=eager,
+)

@@ -1,0 +1,145 @@
+"""What only a GPU shows, for every op."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels_reference._draw import Draw
+from kernels_reference._op import Op
+
+from . import _ops
+
+pytestmark = pytest.mark.gpu
+
+
+def forward_and_backward(op: Op[Any], backend: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    results = _ops.outputs(_ops.function(op, backend)(**arguments))
+    live = [r for r in results if r.requires_grad]
+    wanted = [arguments[n] for n in op.grads if isinstance(arguments.get(n), Tensor)]
+    incoming = [torch.linspace(-1, 1, r.numel(), device=r.device).view(r.shape).to(r.dtype) for r in live]
+    return (*results, *torch.autograd.grad(live, wanted, incoming))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_workloads(op: Op[Any], backend: str, dtype: torch.dtype) -> None:
+    """Real models' shapes, where they fit the oracle's memory: float64 takes some ten times the arguments."""
+    for workload, make in op.workloads.items():
+        if sum(t.numel() for t in make(Draw("meta", dtype)).values() if isinstance(t, Tensor)) < 2**28:
+            try:
+                _ops.check(op, backend, make(Draw("cuda", dtype)))
+            except AssertionError as error:
+                raise AssertionError(f"{workload}: {error}") from error
+            torch.cuda.empty_cache()
+
+
+def test_cuda_graph(op: Op[Any], backend: str) -> None:
+    """After one call, a capture replays with changed data; incoming gradients are captured too."""
+    arguments = _ops.leaves(op, _ops.sample(op, 1, torch.bfloat16))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        forward_and_backward(op, backend, arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = forward_and_backward(op, backend, arguments)
+    changed = _ops.sample(op, 1, torch.bfloat16, seed=7)
+    with torch.no_grad():
+        for name, value in changed.items():
+            if isinstance(value, Tensor):
+                arguments[name].copy_(value)
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(captured, forward_and_backward(op, backend, _ops.leaves(op, changed)), rtol=0, atol=0)
+
+
+def test_cold_capture_works_or_says_what_to_do(op: Op[Any], backend: str) -> None:
+    """float16 at a size that no other test has: nothing is compiled for it yet."""
+    arguments = {
+        n: torch.cat([v] * 3, 0) if isinstance(v, Tensor) and n in op.rows else v
+        for n, v in _ops.sample(op, 1, torch.float16).items()
+    }
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            captured = _ops.outputs(_ops.function(op, backend)(**arguments))
+    except RuntimeError as error:
+        assert f"{op.name}: the first call of a kernel" in str(error)  # noqa: PT017
+        torch.cuda.synchronize()
+        return
+    graph.replay()
+    torch.testing.assert_close(captured, _ops.outputs(_ops.function(op, backend)(**arguments)), rtol=0, atol=0)
+
+
+def test_side_stream(op: Op[Any], backend: str) -> None:
+    """Kernels go to the current stream, after what is already in it."""
+    arguments = _ops.sample(op, 1, torch.float32)
+    expected = _ops.outputs(_ops.function(op, backend)(**arguments))
+    stream = torch.cuda.Stream()
+    name = next(iter(op.grads))
+    later = torch.full_like(arguments[name], torch.nan)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        later.copy_(arguments[name])
+        got = _ops.outputs(_ops.function(op, backend)(**{**arguments, name: later}))
+    stream.synchronize()
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_device(op: Op[Any], backend: str) -> None:
+    arguments = {n: v.to("cuda:1") if isinstance(v, Tensor) else v for n, v in _ops.sample(op, 1, torch.float32).items()}
+    torch.cuda.set_device(0)
+    _ops.check(op, backend, arguments)
+    assert torch.cuda.current_device() == 0
+
+
+def test_past_two_to_the_31(op: Op[Any], backend: str) -> None:
+    """The last rows of more than 2**31 elements equal those rows alone; a view whose strides span more, likewise."""
+    if not op.rows:
+        pytest.skip("the op's own test has this")
+    arguments = _ops.sample(op, 1, torch.bfloat16)
+    lead = next(iter(op.rows))
+    width = arguments[lead].shape[-1]
+    rows = 2**31 // width + 9
+    draw = Draw("cuda", torch.bfloat16)
+    for spread in (False, True):
+        torch.cuda.empty_cache()
+        big, last = dict(arguments), dict(arguments)
+        for name, kept in op.rows.items():
+            value = arguments.get(name)
+            if not isinstance(value, Tensor):
+                continue
+            flat = value.reshape(-1, *value.shape[value.ndim - kept :])
+            if spread and kept:
+                pool = torch.empty(9, 2**28, dtype=value.dtype, device="cuda")
+                pool[:, : flat.shape[-1]] = draw(9, flat.shape[-1])
+                big[name] = pool[:, : flat.shape[-1]]
+            elif kept:
+                big[name] = draw(rows, *flat.shape[1:])
+            else:
+                big[name] = flat[:1].expand(9 if spread else rows).contiguous()
+            last[name] = big[name][-8:].clone()
+        big, last = _ops.leaves(op, big), _ops.leaves(op, last)
+        got, expected = _ops.outputs(_ops.function(op, backend)(**big)), _ops.outputs(_ops.function(op, backend)(**last))
+        for g, e in zip(got, expected, strict=True):
+            if g.ndim:
+                torch.testing.assert_close(g[-8:], e, rtol=0, atol=0)
+        names = [n for n in op.grads if n in op.rows and isinstance(arguments.get(n), Tensor)]
+        if all(g.ndim for g in got):
+            big_grads = torch.autograd.grad(got, [big[n] for n in names], [torch.ones_like(g) for g in got])
+            last_grads = torch.autograd.grad(expected, [last[n] for n in names], [torch.ones_like(e) for e in expected])
+            for g, e in zip(big_grads, last_grads, strict=True):
+                torch.testing.assert_close(g[-8:], e, rtol=0, atol=0)
+        del big, got
+
+
+def test_first_call_launches_no_tuner(op: Op[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HELION_DISALLOW_AUTOTUNING", "1")
+    arguments = {
+        n: torch.cat([v] * 5, 0) if isinstance(v, Tensor) and n in op.rows else v
+        for n, v in _ops.sample(op, 1, torch.float32).items()
+    }
+    _ops.function(op, "kernels_helion")(**arguments)
