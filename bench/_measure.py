@@ -44,14 +44,14 @@ def flush_cache() -> None:
     torch.cuda._sleep(1_000_000)
 
 
-def host_time(fn: Callable[[], Any], calls: int = 40) -> float:
+def host_time(fn: Callable[[], Any], calls: int = 100) -> float:
     """Seconds that a warmed call takes the host, whatever the GPU does meanwhile: the median."""
     spent: list[float] = []
     for _ in range(calls):
         start = time.perf_counter()
         fn()
         spent.append(time.perf_counter() - start)
-        if len(spent) % 10 == 0:
+        if len(spent) % 20 == 0:
             torch.cuda.synchronize()
     return statistics.median(spent)
 

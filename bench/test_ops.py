@@ -112,6 +112,7 @@ def test_times(
         "percent_of_ceiling": round(100 * floor / seconds, 1),
         "peak_bytes": _measure.peak_memory(run),
         "error": max(e.norm for n, e in made.errors.items() if n.startswith("gradient") == (direction == "backward")),
+        "error_share": round(made.share, 3),
         "kernels": made.kernels[direction] if implementation.startswith("inductor") else None,
     }
     same = ("op", "workload", "dtype", "direction")
