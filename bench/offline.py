@@ -23,9 +23,11 @@ from unittest import mock
 
 import torch
 import triton
+from helion._compiler.compile_environment import CompileEnvironment
 from torch import Tensor
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction, MockTensor
 
@@ -116,6 +118,15 @@ def stand_in(arch: str) -> Generator[list[Any]]:
         compiled.append(kernel)
         return kernel
 
+    recreate = CompileEnvironment._maybe_recreate_symint
+
+    def symbolic(self: Any, size: Any, source: Any) -> Any:
+        """Helion takes a fake tensor's sizes for constants; a real tensor's are not, unless they are 1."""
+        if not isinstance(size, int) or self.settings.static_shapes:
+            return recreate(self, size, source)
+        symbol = self.shape_env.create_symbol(size, source, dynamic_dim=DimDynamic.DYNAMIC)
+        return self.shape_env.create_symintnode(symbol, hint=size, source=source)
+
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (torch.cuda, "is_available", lambda: True),
@@ -131,6 +142,7 @@ def stand_in(arch: str) -> Generator[list[Any]]:
             (DeviceProperties, "create", staticmethod(lambda device: inductor)),
             (triton.runtime.driver, "_active", driver),
             (JITFunction, "run", compile_only),
+            (CompileEnvironment, "_maybe_recreate_symint", symbolic),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield compiled

@@ -1,4 +1,4 @@
-"""Rotary position embedding: one launch for queries and keys; a program reads its angles once and turns a group of heads."""
+"""Rotary position embedding: one launch; a program reads its angles once and turns a group of queries' and keys' heads."""
 
 from collections.abc import Sequence
 from math import gcd
@@ -13,100 +13,66 @@ from kernels_reference.rope import op
 from ._kernel import kernel, next_power_of_2
 
 
-def blocks(q: Tensor, k: Tensor, R: int) -> tuple[int, int, int, int]:
-    """Positions, pairs, heads and elements that pass through, in a tile of 2048 elements of rows that lie together."""
-    *_, T, D = q.shape
-    heads, positions, pairs = (next_power_of_2(n) for n in (max(q.size(-3), k.size(-3)), T, R // 2))
-    pairs = min(pairs, 1024)
-    rest = min(next_power_of_2(max(D - R, 1)), max(pairs * 2, 128))
-    rows = 2048 // max(pairs * 2, rest)
-    heads = min(rows, heads) if q.stride(-3) < q.stride(-2) else min(rows // min(rows, positions), heads)
-    return min(rows // heads, positions), pairs, heads, rest
+def config(q: Tensor, *rest: Any) -> dict[str, Any]:
+    """A tile is 2048 elements of rows that lie together in memory: heads of a position or positions of a head."""
+    *_, (H, K, half, width, _), ((interleaved, _),) = rest
+    d = min(next_power_of_2(width), max(next_power_of_2(half) * (1 + interleaved), 64), 1024)
+    rows, most_t, most_h = 1024 * (1 + interleaved) // d, next_power_of_2(q.size(3)), next_power_of_2(max(H, K))
+    h = min(rows if q.stride(2) < q.stride(3) else rows // min(rows, most_t), most_h)
+    t = min(rows // h, most_t)
+    return {"block_sizes": [d, t, h if H else 1, h if K else 1], "num_warps": max(4 * h * t // rows, 1)}
 
 
-def config(q: Tensor, k: Tensor, cos: Tensor, *_: Any, step: int = 1) -> dict[str, Any]:
-    t, d, h, rest = blocks(q, k, cos.size(-1))
-    return {"block_sizes": [t, d * step, h, rest, h, rest], "num_warps": 4}
+def load_pairs(x: Tensor, rows: list[Any], d: Any, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        tile = hl.load(x, [*rows, d], d.index < half * 2).float()
+        return hl.split(tile.reshape([*tile.shape[:-1], tile.shape[-1] // 2, 2]))
+    return tuple(hl.load(x, [*rows, at], d.index < half).float() for at in (d.index, d.index + half))  # type: ignore
 
 
-def halves(x: Tensor, rows: Sequence[Any], d: Any, half: int) -> tuple[Tensor, Tensor]:
-    return hl.load(x, [*rows, d]).float(), hl.load(x, [*rows, d.index + half]).float()
-
-
-def pairs(x: Tensor) -> tuple[Tensor, Tensor]:
-    return hl.split(x.float().reshape([*x.shape[:-1], x.shape[-1] // 2, 2]))
+def turn(x: Tensor, out: Tensor, rows: list[Any], d: Any, angles: Sequence[Tensor], sizes: Any, options: Any) -> None:
+    (cos1, cos2, sin1, sin2), (_, _, half, width, _), (interleaved, partial) = angles, sizes, options
+    x1, x2 = load_pairs(x, rows, d, half, interleaved)
+    y1, y2 = (x1 * cos1 - x2 * sin1).to(out.dtype), (x2 * cos2 + x1 * sin2).to(out.dtype)
+    if interleaved:
+        hl.store(out, [*rows, d], hl.join(y1, y2).reshape([*y1.shape[:-1], d.block_size]), d.index < half * 2)
+    else:
+        hl.store(out, [*rows, d.index], y1, d.index < half)
+        hl.store(out, [*rows, d.index + half], y2, d.index < half)
+    for at in [d.index + half * 2, d.index + half * 2 + width][: partial * (2 - interleaved)]:
+        hl.store(out, [*rows, at], hl.load(x, [*rows, at], at < x.size(-1)), at < x.size(-1))
 
 
 @kernel(config)
-def rope_half(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor, backward: bool) -> None:
-    B, G, H, T, D = q.size()
-    K, R = k.size(2), cos.size(2)
-    half = R // 2
-    for b, g, t in hl.tile([B, G, T], block_size=[1, 1, None]):
-        for d in hl.tile(half):
-            cos1, cos2 = halves(cos, [b.begin, t], d, half)
-            sin1, sin2 = halves(sin, [b.begin, t], d, half)
-            if backward:
-                sin1, sin2 = -sin2, -sin1
-            for h in hl.tile(H):
-                x1, x2 = halves(q, [b.begin, g.begin, h, t], d, half)
-                q_out[b.begin, g.begin, h, t, d] = (x1 * cos1 - x2 * sin1).to(q_out.dtype)
-                q_out[b.begin, g.begin, h, t, d.index + half] = (x2 * cos2 + x1 * sin2).to(q_out.dtype)
-                for rest in hl.tile(R, D):
-                    q_out[b.begin, g.begin, h, t, rest] = q[b.begin, g.begin, h, t, rest]
-            for h in hl.tile(K):
-                x1, x2 = halves(k, [b.begin, g.begin, h, t], d, half)
-                k_out[b.begin, g.begin, h, t, d] = (x1 * cos1 - x2 * sin1).to(k_out.dtype)
-                k_out[b.begin, g.begin, h, t, d.index + half] = (x2 * cos2 + x1 * sin2).to(k_out.dtype)
-                for rest in hl.tile(R, D):
-                    k_out[b.begin, g.begin, h, t, rest] = k[b.begin, g.begin, h, t, rest]
+def rope_kernel(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor, sizes: Any, options: Any) -> None:
+    H, K, half, width, backward = sizes
+    for g, b, d, t in hl.tile([q.size(1), q.size(0), width, q.size(3)], block_size=[1, 1, None, None]):
+        cos1, cos2 = load_pairs(cos, [b.begin, t], d, half, options[0])
+        sin1, sin2 = load_pairs(sin, [b.begin, t], d, half, options[0])
+        if backward:
+            sin1, sin2 = -sin2, -sin1
+        for h in hl.tile(H):
+            turn(q, q_out, [b.begin, g.begin, h, t], d, (cos1, cos2, sin1, sin2), sizes, options)
+        for h in hl.tile(K):
+            turn(k, k_out, [b.begin, g.begin, h, t], d, (cos1, cos2, sin1, sin2), sizes, options)
 
 
-@kernel(lambda *args: config(*args, step=2))
-def rope_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor, backward: bool) -> None:
-    B, G, H, T, D = q.size()
-    K, R = k.size(2), cos.size(2)
-    for b, g, t in hl.tile([B, G, T], block_size=[1, 1, None]):
-        for d in hl.tile(R):
-            cos1, cos2 = pairs(cos[b.begin, t, d])
-            sin1, sin2 = pairs(sin[b.begin, t, d])
-            if backward:
-                sin1, sin2 = -sin2, -sin1
-            for h in hl.tile(H):
-                x = q[b.begin, g.begin, h, t, d]
-                x1, x2 = pairs(x)
-                turned = hl.join(x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2).reshape(x.shape)
-                q_out[b.begin, g.begin, h, t, d] = turned.to(q_out.dtype)
-                for rest in hl.tile(R, D):
-                    q_out[b.begin, g.begin, h, t, rest] = q[b.begin, g.begin, h, t, rest]
-            for h in hl.tile(K):
-                x = k[b.begin, g.begin, h, t, d]
-                x1, x2 = pairs(x)
-                turned = hl.join(x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2).reshape(x.shape)
-                k_out[b.begin, g.begin, h, t, d] = turned.to(k_out.dtype)
-                for rest in hl.tile(R, D):
-                    k_out[b.begin, g.begin, h, t, rest] = k[b.begin, g.begin, h, t, rest]
-
-
-def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> tuple[Tensor, Tensor]:
-    B, H, T, _ = q.shape
-    groups = 2048 // (B * -(-T // blocks(q, k, cos.size(-1))[0]))
-    G = gcd(H, k.size(1), next_power_of_2(max(groups, 1)))
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    x, y, x_out, y_out = (z.unflatten(1, (G, -1)) for z in (q, k, q_out, k_out))
-    launch = rope_interleaved if interleaved else rope_half
-    launch(x, y, cos.expand(B, -1, -1), sin.expand(B, -1, -1), x_out, y_out, backward)
+def rope_fwd(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, needs: Any = None) -> tuple[Tensor, Tensor]:
+    (B, _, T, D), R = q.shape, cos.size(-1)
+    width = max(R, D - R) if interleaved else max(R, D - R + 1) // 2
+    # Heads are split into groups, each a program, where positions alone are too few to fill the GPU.
+    tiles = B * T if q.stride(1) < q.stride(2) else max(B * T * R // 2048, 1)
+    G = gcd(q.size(1), k.size(1), next_power_of_2(max(2048 // tiles, 1)))
+    needs_q, needs_k = needs or (True, True)
+    q_out, k_out = torch.empty_like(q) if needs_q else q, torch.empty_like(k) if needs_k else k
+    x, y, x_out, y_out = (each.unflatten(1, (G, -1)) for each in (q, k, q_out, k_out))
+    sizes = (x.size(2) * needs_q, y.size(2) * needs_k, R // 2, width, needs is not None)
+    rope_kernel(x, y, cos.expand(B, -1, -1), sin.expand(B, -1, -1), x_out, y_out, sizes, hl.constexpr((interleaved, R < D)))
     return q_out, k_out
 
 
-def rope_fwd(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    return rotate(q, k, cos, sin, interleaved, backward=False)
-
-
-def rope_bwd(
-    grad_q_out: Tensor, grad_k_out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, needs: Sequence[bool]
-) -> tuple[Tensor, Tensor]:
-    return rotate(grad_q_out, grad_k_out, cos, sin, interleaved, backward=True)
+def rope_bwd(grad_q_out: Tensor, grad_k_out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, needs: list[bool]) -> Any:
+    return rope_fwd(grad_q_out, grad_k_out, cos, sin, interleaved, needs)
 
 
 rope = op.implement(rope_fwd, rope_bwd)

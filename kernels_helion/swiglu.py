@@ -16,8 +16,10 @@ Maybe = Tensor | None
 def tile_config(out: Tensor, *others: Maybe, tile: int = 1024) -> dict[str, Any]:
     M, N = out.shape
     # Powers of two that divide N leave no lane idle; a column-major tensor wants rows side by side.
-    wide = 32 if any(t is not None and t.stride(0) == 1 for t in (out, *others)) else max(N & -N, 256)
-    block_n = tile if M == 1 else min(wide, next_power_of_2(N), tile)
+    column_major = any(t is not None and t.stride(0) == 1 for t in (out, *others))
+    wide = tile if M == 1 else 32 if column_major else max(N & -N, 256)
+    # A dimension of 1 takes a block of 1: Helion 1.5.0 lets every lane store to it, those beyond the end too.
+    block_n = min(wide, next_power_of_2(N), tile)
     return {"block_sizes": [1 if M == 1 else tile // block_n, block_n], "loop_orders": [[1, 0]], "num_warps": 4}
 
 

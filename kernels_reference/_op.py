@@ -261,7 +261,7 @@ class _Kernels:
 
     def fake_backward(self, *values: Any) -> list[Tensor]:
         looks = [self.given.index(name) for name in self.op.grads.values()]
-        return self._backward(values, lambda flat: [torch.empty_like(flat[i]) for i in looks])
+        return self._backward(values, lambda flat: [None if flat[i] is None else torch.empty_like(flat[i]) for i in looks])
 
     def _backward(self, values: Sequence[Any], run: Callable[[Sequence[Any]], Sequence[Tensor | None]]) -> list[Tensor]:
         known, needs = dict(zip((*self.incoming, *self.saved, "needs"), values, strict=True)), values[-1]

@@ -1,5 +1,6 @@
 """The ops in hand-written Triton."""
 
 from .softmax import softmax
+from .swiglu import swiglu
 
-__all__ = ["softmax"]
+__all__ = ["softmax", "swiglu"]

@@ -43,8 +43,6 @@ def rms_norm_fwd_kernel(
     cols = tl.arange(0, BLOCK_N)[None, :].to(tl.int64)
     x = tl.load(x_ptr + cols * x_stride_n, (rows < M) & (cols < N), other=0.0).to(tl.float32)
     squares = x * x
-    if weight_ptr is not None:
-        scale = load_scale(weight_ptr, cols * weight_stride, cols < N, offset)
     for start in range(BLOCK_N, N if LOOPED else BLOCK_N, BLOCK_N):
         more = tl.load(x_ptr + (start + cols) * x_stride_n, (rows < M) & (start + cols < N), other=0.0).to(tl.float32)
         squares += more * more
@@ -57,9 +55,7 @@ def rms_norm_fwd_kernel(
         if ROUND_NORMED:
             normed = normed.to(x_ptr.dtype.element_ty).to(tl.float32)
         if weight_ptr is not None:
-            if LOOPED:
-                scale = load_scale(weight_ptr, (start + cols) * weight_stride, start + cols < N, offset)
-            normed *= scale
+            normed *= load_scale(weight_ptr, (start + cols) * weight_stride, start + cols < N, offset)
         tl.store(out_ptr + (start + cols) * out_stride_n, normed, (rows < M) & (start + cols < N))
 
 
@@ -121,7 +117,7 @@ def rms_norm_bwd_kernel(
     x_ptr += cols * x_stride_n
     grad_out_ptr += cols * grad_out_stride_n
     first = tl.program_id(0).to(tl.int64) * run
-    if weight_ptr is not None:
+    if weight_ptr is not None and STAGES > 1:
         scale = load_scale(weight_ptr, cols * weight_stride, cols < N, offset)
     partial = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for row in tl.range(first, tl.minimum(first + run, M), BLOCK_M, num_stages=STAGES):
@@ -135,6 +131,9 @@ def rms_norm_bwd_kernel(
             partial += grad * normed
         if grad_x_ptr is not None:
             if weight_ptr is not None:
+                # The widest tiles leave no registers to keep the scale in.
+                if STAGES == 1:
+                    scale = load_scale(weight_ptr, cols * weight_stride, cols < N, offset)
                 grad *= scale
             if dot_ptr is None:
                 dot = tl.sum(grad * normed, axis=1, keep_dims=True) / N
@@ -185,41 +184,35 @@ def rms_norm_fwd(
 def rms_norm_bwd(
     grad_out: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, needs: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    (M, N), offset = x.shape, float(offset)
+    M, N = x.shape
     grad_x = torch.empty_like(x) if needs[0] else None
-    width, widest = next_power_of_2(N), 32768 // max(x.itemsize, grad_out.itemsize)
-    block_n = width if width <= widest else 4096
+    grad_weight = torch.empty_like(weight) if weight is not None and needs[1] else None
+    row_bytes = next_power_of_2(N) * max(x.itemsize, grad_out.itemsize)
+    block_n = next_power_of_2(N) if row_bytes <= 32768 else 4096
     columns = triton.cdiv(N, block_n)
-    most = max(1, processors(x.device) * min(max(8192 // block_n, 1), 4) // columns)
+    most = max(1, processors(x.device) * (2 if block_n <= 4096 else 1) // columns)
     block_m = min(max(4096 // block_n, 1), next_power_of_2(triton.cdiv(M, most)))
-    run = triton.cdiv(triton.cdiv(M, block_m), most) * block_m
+    run = triton.cdiv(M, block_m * most) * block_m
     programs, tile = triton.cdiv(M, run), block_m * block_n
-    warps = min(max(tile // 512, 1), 16)
-    weight_stride = 0 if weight is None else weight.stride(0)
-    strides = *grad_out.stride(), *x.stride(), weight_stride
-    dot = None
+    strides = *grad_out.stride(), *x.stride(), 0 if weight is None else weight.stride(0)
+    dot = partial = None
     if grad_x is not None and columns > 1:
         dot = torch.empty_like(rstd)
-        launch(rms_norm_dot_kernel, (M,), grad_out, x, weight, rstd, dot, N, *strides, offset, 8192, num_warps=16)
-    grad_weight = torch.empty_like(weight) if weight is not None and needs[1] else None
-    partial = None if grad_weight is None else rstd.new_empty(programs, N)
-    tensors = grad_out, x, weight, rstd, dot, grad_x, partial
-    grad_x_strides = (0, 0) if grad_x is None else grad_x.stride()
-    import os; stages = int(os.environ.get("ST", 3)); warps = int(os.environ.get("WP", warps))
+        launch(rms_norm_dot_kernel, (M,), grad_out, x, weight, rstd, dot, N, *strides, float(offset), 8192, num_warps=16)
+    if grad_weight is not None:
+        partial = rstd.new_empty(programs, N)
     launch(
         rms_norm_bwd_kernel,
         (programs, columns),
-        *tensors,
-        M,
-        N,
-        run,
+        *(grad_out, x, weight, rstd, dot, grad_x, partial),
+        *(M, N, run),
         *strides,
-        *grad_x_strides,
-        offset,
+        *((0, 0) if grad_x is None else grad_x.stride()),
+        float(offset),
         block_m,
         block_n,
-        stages,
-        num_warps=warps,
+        1 if tile > 8192 else min(3, 1 + 65536 // (tile * (x.itemsize + grad_out.itemsize))),
+        num_warps=min(max(tile // 512, 1), 16),
     )
     if grad_weight is not None:
         launch(sum_partials_kernel, (triton.cdiv(N, 32),), partial, grad_weight, programs, N, 128, 32)
