@@ -74,7 +74,7 @@ def main() -> int:
     command = commands.add_parser("report", help="write the README's tables from results")
     command.add_argument("results", nargs="*", type=Path, help="results files; by default those in bench/results")
     chosen = parser.parse_args()
-    paths = chosen.results or sorted(p for p in _measure.RESULTS.glob("*.json") if not p.name.startswith("llama"))
+    paths = chosen.results or sorted(p for p in _measure.RESULTS.glob("*.json"))
     try:
         if not paths:
             raise ValueError(f"no results in {_measure.RESULTS}; `pytest bench` on a machine with a GPU measures them")

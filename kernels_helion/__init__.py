@@ -1,7 +1,10 @@
 """The ops in Helion."""
 
 from . import _kernel as _kernel  # First: it says which versions work, where Helion fails to import.
+from .cross_entropy import cross_entropy
+from .rms_norm import rms_norm
+from .rope import rope
 from .softmax import softmax
 from .swiglu import swiglu
 
-__all__ = ["softmax", "swiglu"]
+__all__ = ["cross_entropy", "rms_norm", "rope", "softmax", "swiglu"]

@@ -53,8 +53,9 @@ class Kernel(Generic[P, R]):
         layout = tuple((a.shape, a.stride(), a.dtype) if isinstance(a, Tensor) else None for a in args)
         variant = self._by_layout.get(layout)
         if variant is None:
-            # Helion reads `.grad` of what it binds, which warns for a saved output.
-            detached = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
+            # Helion reads `.grad` of what it binds, which warns for a saved output; and it looks at which arguments are one.
+            once = {id(a): a.detach() for a in args if isinstance(a, Tensor)}
+            detached = tuple(once.get(id(a), a) for a in args)
             variant = self._by_layout[layout] = self.variant(*detached)
             variant.bind(detached)
         return variant(*args)
@@ -87,8 +88,13 @@ def _span(t: Tensor) -> int:
 
 
 def _fit(config: Config, spec: Any) -> dict[str, Any]:
-    """The configuration without the entries for loops that a size of 1 has removed."""
-    return {k: v[: len(getattr(spec, k))] if isinstance(v, list) else v for k, v in config.items()}
+    """The configuration without the entries for loops that a size of 1 has removed, and blocks of 1 for such sizes.
+
+    Helion 1.5.0 does not mask stores to a size of 1: lanes beyond it would write to its only element.
+    """
+    fitted = {k: v[: len(getattr(spec, k))] if isinstance(v, list) else v for k, v in config.items()}
+    fitted["block_sizes"] = [1 if s.size_hint == 1 else b for b, s in zip(config["block_sizes"], spec.block_sizes, strict=True)]
+    return fitted
 
 
 def next_power_of_2(n: int) -> int:

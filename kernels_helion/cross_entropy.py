@@ -7,7 +7,7 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from kernels_reference.cross_entropy import capped, op
+from kernels_reference.cross_entropy import capped, combined, op
 
 from ._kernel import kernel, next_power_of_2
 
@@ -15,11 +15,12 @@ Maybe = Tensor | None
 Number = float | None
 
 
-def config(logits: Tensor, *_: Any, most: int = 4096) -> dict[str, Any]:
-    """A tile of 4096 elements; short rows share one where there are enough to fill a GPU."""
+def tile(logits: Tensor, most: int) -> dict[str, Any]:
+    """Rows and columns of a tile; short rows share one where there are enough to fill a GPU."""
     M, V = logits.shape
     width = min(max(next_power_of_2(V), 16), most)
-    return {"block_sizes": [max(1, min(4096 // width, next_power_of_2(M) // 512, 64)), width], "loop_orders": [[1, 0]]}
+    rows = max(1, min(4096 // width, next_power_of_2(M) // 512, 64))
+    return {"block_sizes": [rows, width], "num_warps": max(width // 1024, 4)}
 
 
 def look_up(rows: Any, target: Tensor, weight: Maybe, ignore_index: int, V: int) -> Any:
@@ -31,67 +32,62 @@ def look_up(rows: Any, target: Tensor, weight: Maybe, ignore_index: int, V: int)
     return t, counts, torch.where(counts, torch.where(known, w, float("nan")), 0.0)
 
 
-def regulariser(lse: Tensor, counts: Tensor, z_loss: Number) -> Tensor:
-    return torch.zeros_like(lse) if z_loss is None else torch.where(counts, z_loss * lse * lse, 0.0)
-
-
-def all_weights(weight_sum: Maybe, V: int) -> Any:
-    return V * 1.0 if weight_sum is None else hl.load(weight_sum, [0])
-
-
 def finite(highest: Tensor) -> Tensor:
     """What to subtract: not an infinite maximum, since inf - inf is NaN."""
     return torch.where(torch.abs(highest) == float("inf"), 0.0, highest)
 
 
-def scaled(z: Tensor) -> Tensor:
+def scaled(z: Any) -> Any:
     return z * log2(2.718281828459045)
 
 
-@kernel(lambda *a: {"block_sizes": config(*a)["block_sizes"][:1]})
+@kernel(lambda logits, *rest: {**tile(logits, 4 * rest[-1]), "block_sizes": tile(logits, 4 * rest[-1])["block_sizes"][:1]})
 def cross_entropy_fwd_kernel(
     logits: Tensor, flat: Tensor, stride_m: int, stride_v: int, target: Tensor, weight: Maybe, weight_sum: Maybe, lse: Tensor,
-    parts: Tensor, lanes: int, steps: int, ignore_index: int, label_smoothing: Number, z_loss: Number, softcap: Number,
-    every_lse: bool | None,
+    parts: Tensor, ignore_index: int, label_smoothing: float, z_loss: Number, softcap: Number, every_lse: bool | None,
+    lanes: int,
 ) -> None:  # fmt: skip
     M, V = logits.size()
-    lanes, steps = hl.specialize(lanes), hl.specialize(steps)
+    lanes = hl.specialize(lanes)
     for rows in hl.tile(M):
         t, counts, w = look_up(rows, target, weight, ignore_index, V)
         read = counts if every_lse is None else t == t
         highest = hl.full([rows, lanes], float("-inf"), dtype=torch.float32)
         total = hl.zeros([rows, lanes], dtype=torch.float32)
         smooth = hl.zeros([rows, lanes], dtype=torch.float32)
-        for cols in hl.tile(V, block_size=lanes * steps):
+        for cols in hl.tile(V, block_size=4 * lanes):
             z = capped(hl.load(logits, [rows, cols], extra_mask=read[:, None]).float(), softcap)
-            steps_of = torch.where((cols.index < V)[None, :], z, float("-inf")).view([rows, steps, lanes])
+            steps_of = torch.where((cols.index < V)[None, :], z, float("-inf")).view(rows.block_size, 4, lanes)
             before = highest
             highest = torch.maximum(highest, scaled(torch.amax(steps_of, dim=1)))
             shift = finite(highest)
             total = total * torch.exp2(before - shift) + torch.exp2(scaled(steps_of) - shift[:, None, :]).sum(dim=1)
-            if label_smoothing is not None:
+            if weight_sum is not None:
                 if weight is not None:
                     z = z * weight[cols].float()[None, :]
-                smooth = smooth + z.view([rows, steps, lanes]).sum(dim=1)
+                smooth = smooth + z.view(rows.block_size, 4, lanes).sum(dim=1)
         shift = finite(torch.amax(highest, dim=1))
         log = torch.log2((total * torch.exp2(highest - shift[:, None])).sum(dim=1))
         row_lse = (log + shift) / scaled(1.0)
         at_target = capped(hl.load(flat, [rows.index * stride_m + t * stride_v], extra_mask=counts).float(), softcap)
         # In this order a large maximum cancels before the small logarithm is added.
         loss = w * (log + (shift - scaled(at_target))) / scaled(1.0)
-        if label_smoothing is not None:
-            loss = loss + label_smoothing * ((all_weights(weight_sum, V) * row_lse - smooth.sum(dim=1)) / V - loss)
+        if weight_sum is not None:
+            loss = loss + label_smoothing * ((weight_sum[0] * row_lse - smooth.sum(dim=1)) / V - loss)
         lse[rows] = row_lse
-        parts[0, rows] = torch.where(counts, loss, 0.0)
-        parts[1, rows] = regulariser(row_lse, counts, z_loss)
-        parts[2, rows] = w
-        parts[3, rows] = counts.float()
+        parts[rows, 0] = torch.where(counts, loss, 0.0)
+        if z_loss is not None:
+            parts[rows, 1] = torch.where(counts, z_loss * row_lse * row_lse, 0.0)
+        else:
+            parts[rows, 1] = torch.zeros_like(w)
+        parts[rows, 2] = w
+        parts[rows, 3] = counts.float()
 
 
-@kernel(lambda logits, *_: {**config(logits), "loop_orders": [[1, 0]]})
+@kernel(lambda logits, *_: {**tile(logits, 4096), "loop_orders": [[1, 0]]})
 def cross_entropy_bwd_kernel(
     logits: Tensor, grad_logits: Tensor, grad_out: Tensor, grad_lse: Maybe, target: Tensor, weight: Maybe, weight_sum: Maybe,
-    lse: Tensor, total: Tensor, ignore_index: int, label_smoothing: Number, z_loss: Number, softcap: Number,
+    lse: Tensor, total: Tensor, ignore_index: int, label_smoothing: float, z_loss: Number, softcap: Number,
 ) -> None:  # fmt: skip
     M, V = logits.size()
     for rows, cols in hl.tile([M, V]):
@@ -103,18 +99,18 @@ def cross_entropy_bwd_kernel(
         each = torch.where(counts, grad / total[0], 0.0)
         on_target = each * w
         on_softmax = on_target
-        if label_smoothing is not None:
+        if weight_sum is not None:
             each = each * (label_smoothing / V)
             on_target = on_target * (1 - label_smoothing)
-            on_softmax = on_target + each * all_weights(weight_sum, V)
+            on_softmax = on_target + each * weight_sum[0]
         if z_loss is not None:
             on_softmax = on_softmax + torch.where(counts, 2 * z_loss * row_lse * grad / total[1], 0.0)
         if grad_lse is not None:
             on_softmax = on_softmax + grad_lse[rows].float()
         g = torch.exp(z - row_lse[:, None]) * on_softmax[:, None]
         g = g - torch.where(cols.index[None, :] == t[:, None], on_target[:, None], 0.0)
-        if label_smoothing is not None:
-            if weight is not None:
+        if weight_sum is not None:
+            if weight is not None:  # noqa: SIM108 (Helion evaluates both arms of an expression)
                 g = g - each[:, None] * weight[cols].float()[None, :]
             else:
                 g = g - each[:, None]
@@ -123,8 +119,11 @@ def cross_entropy_bwd_kernel(
         grad_logits[rows, cols] = torch.where(read[:, None], g, 0.0).to(grad_logits.dtype)
 
 
-def weight_sum(weight: Maybe, label_smoothing: float) -> Maybe:
-    return weight.sum(0, keepdim=True, dtype=torch.float32) if weight is not None and label_smoothing else None
+def weight_sum(logits: Tensor, weight: Maybe, label_smoothing: float) -> Maybe:
+    if not label_smoothing:
+        return None
+    ones = logits.new_full((1,), logits.size(1), dtype=torch.float32)
+    return ones if weight is None else weight.sum(0, keepdim=True, dtype=torch.float32)
 
 
 def cross_entropy_fwd(
@@ -132,30 +131,28 @@ def cross_entropy_fwd(
     softcap: Number, dtype: torch.dtype | None, return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     M, V = logits.shape
-    width = config(logits)["block_sizes"][1]
-    lanes = min(width, 1024)
-    lse, parts = logits.new_empty(M, dtype=torch.float32), logits.new_empty(4, M, dtype=torch.float32)
-    flat = logits.as_strided((1 + (M - 1) * logits.stride(0) + (V - 1) * logits.stride(1),), (1,))
+    lse, parts = logits.new_empty(M, dtype=torch.float32), logits.new_empty(M, 4, dtype=torch.float32)
+    # A kernel gathers one element a row only from a flat tensor.
+    stride_m, stride_v = logits.stride()
+    flat = logits.as_strided((1 + (M - 1) * stride_m + (V - 1) * stride_v,), (1,))
+    # Few rows take wide programs.
+    width = tile(logits, 4096 if M > 256 else 32768)["block_sizes"][1]
     cross_entropy_fwd_kernel(
-        logits, flat, *logits.stride(), target, weight, weight_sum(weight, label_smoothing), lse, parts, lanes, width // lanes,
-        ignore_index, label_smoothing or None, z_loss or None, softcap, return_lse or None,
+        logits, flat, stride_m, stride_v, target, weight, weight_sum(logits, weight, label_smoothing), lse, parts,
+        ignore_index, label_smoothing, z_loss or None, softcap, return_lse or None, width // 4,
     )  # fmt: skip
-    total = logits.new_ones(2, dtype=torch.float32)
-    losses, weights = (parts if reduction == "none" else parts.sum(1)).chunk(2)
-    if reduction == "mean":
-        total = weights
-    out = losses.sum(0) if reduction == "none" else (losses / total).sum()
-    return out.to(dtype or logits.dtype), lse, total
+    out, total = combined(parts, reduction, dtype or logits.dtype)
+    return out, lse, total
 
 
 def cross_entropy_bwd(
     grad_out: Tensor, grad_lse: Maybe, logits: Tensor, target: Tensor, weight: Maybe, lse: Tensor, total: Tensor,
     ignore_index: int, reduction: str, label_smoothing: float, z_loss: float, softcap: Number,
 ) -> tuple[Tensor]:  # fmt: skip
-    grad_logits = torch.empty_like(logits)
+    grad_logits, grad_out = torch.empty_like(logits), grad_out.expand(logits.size(0))
     cross_entropy_bwd_kernel(
-        logits, grad_logits, grad_out.expand(logits.size(0)), grad_lse, target, weight, weight_sum(weight, label_smoothing),
-        lse, total, ignore_index, label_smoothing or None, z_loss or None, softcap,
+        logits, grad_logits, grad_out, grad_lse, target, weight, weight_sum(logits, weight, label_smoothing), lse, total,
+        ignore_index, label_smoothing, z_loss or None, softcap,
     )  # fmt: skip
     return (grad_logits,)
 

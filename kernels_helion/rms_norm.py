@@ -8,19 +8,19 @@ from kernels_reference.rms_norm import Casting, empty_out, empty_rstd, op
 
 from ._kernel import Config, kernel, next_power_of_2, row_config
 
-Maybe = Tensor | None
+Opt = Tensor | None
 RUNS = 256
 
 
-def tile_config(grad_out: Tensor, x: Tensor, *_: object) -> Config:
-    width = next_power_of_2(x.size(1)) if x.size(1) <= 8192 else 4096
+def tile_config(grad: Tensor, x: Tensor, *_: object) -> Config:
+    # Rows that do not begin at a multiple of 16 bytes are read by the element, which takes more registers.
+    width = next_power_of_2(x.size(1)) if x.size(1) <= (8192 if x.size(1) % 8 == 0 else 4096) else 4096
     step = min(max(4096 // width, 1), next_power_of_2(-(-x.size(0) // RUNS)))
-    stages = [0, 3 if grad_out.itemsize + x.itemsize == 4 else 2]
-    return {"block_sizes": [step, width], "range_num_stages": stages, "num_warps": max(step * width // 512, 1)}
+    return {"block_sizes": [step, width], "range_num_stages": [0, 3 - grad.itemsize // 4], "num_warps": -(-step * width // 512)}
 
 
 @kernel(lambda x, *_: row_config(x, most=32768, looped=8192))
-def forward(x: Tensor, weight: Maybe, out: Tensor, rstd: Tensor, eps: float, offset: float, normed_dtype: torch.dtype) -> None:
+def forward(x: Tensor, weight: Opt, out: Tensor, rstd: Tensor, eps: float, offset: float, normed_dtype: torch.dtype) -> None:
     for rows in hl.tile(x.size(0)):
         wide = x[rows, :].float()
         inverse = torch.rsqrt((wide * wide).mean(dim=-1) + eps)
@@ -32,9 +32,7 @@ def forward(x: Tensor, weight: Maybe, out: Tensor, rstd: Tensor, eps: float, off
 
 
 @kernel(tile_config)
-def backward(
-    grad_out: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dots: Maybe, grad_x: Maybe, sums: Maybe, offset: float, run: int
-) -> None:
+def backward(grad_out, x, weight, rstd, dots, new_dots, grad_x, sums, offset, run, writes: hl.constexpr):
     m, n = x.size()
     step = hl.register_block_size(m)
     for part, cols in hl.tile([-(-m // run), n], block_size=[1, None]):
@@ -47,26 +45,24 @@ def backward(
             total = total + grad * normed
             grad = grad * scale
             mean = (grad * normed).sum(dim=1) / n
-            if dots is not None and grad_x is None:
-                dots[cols.id, rows] = mean
-            if grad_x is not None:
-                if dots is not None:
-                    mean = dots[:, rows].sum(dim=0)
+            if writes == "dots":
+                new_dots[cols.id, rows] = mean
+            if dots is not None:
+                mean = dots[:, rows].sum(dim=0)
+            if writes == "grad_x":
                 grad_x[rows, cols] = (inverse * (grad - normed * mean[:, None])).to(grad_x.dtype)
         if sums is not None:
             sums[part, cols] = total.sum(dim=0)[None, :]
 
 
-def rms_norm_fwd(x: Tensor, weight: Maybe, eps: float | None, offset: float, casting: Casting) -> tuple[Tensor, Tensor]:
+def rms_norm_fwd(x: Tensor, weight: Opt, eps: float | None, offset: float, casting: Casting) -> tuple[Tensor, Tensor]:
     out, rstd = empty_out(x, weight, eps, offset, casting), empty_rstd(x)
     eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
     forward(x, weight, out, rstd, eps, float(offset), x.dtype if casting == "llama" else torch.float32)
     return out, rstd
 
 
-def rms_norm_bwd(
-    grad_out: Tensor, x: Tensor, weight: Maybe, rstd: Tensor, offset: float, needs: list[bool]
-) -> tuple[Maybe, Maybe]:
+def rms_norm_bwd(grad_out: Tensor, x: Tensor, weight: Opt, rstd: Tensor, offset: float, needs: list[bool]) -> tuple[Opt, Opt]:
     (M, N), (step, width) = x.shape, tile_config(grad_out, x)["block_sizes"]
     blocks = -(-N // width)
     run = -(-M * blocks // (step * RUNS)) * step
@@ -75,8 +71,8 @@ def rms_norm_bwd(
     dots = rstd.new_empty(blocks, M) if needs[0] and blocks > 1 else None
     scale, offset = (rstd.new_ones(1).expand(N), 0.0) if weight is None else (weight, float(offset))
     if dots is not None:
-        backward(grad_out, x, scale, rstd, dots, None, None, offset, run)
-    backward(grad_out, x, scale, rstd, dots, grad_x, sums, offset, run)
+        backward(grad_out, x, scale, rstd, None, dots, None, None, offset, run, hl.constexpr("dots"))
+    backward(grad_out, x, scale, rstd, dots, None, grad_x, sums, offset, run, hl.constexpr("grad_x" if needs[0] else ""))
     return grad_x, None if sums is None else sums.sum(0).to(scale.dtype)
 
 

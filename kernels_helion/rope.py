@@ -66,7 +66,7 @@ def rope_fwd(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, 
     needs_q, needs_k = needs or (True, True)
     q_out, k_out = torch.empty_like(q) if needs_q else q, torch.empty_like(k) if needs_k else k
     x, y, x_out, y_out = (each.unflatten(1, (G, -1)) for each in (q, k, q_out, k_out))
-    sizes = (x.size(2) * needs_q, y.size(2) * needs_k, R // 2, width, needs is not None)
+    sizes = (x.size(2) * needs_q, y.size(2) * needs_k, R // 2, width, int(needs is not None))
     rope_kernel(x, y, cos.expand(B, -1, -1), sin.expand(B, -1, -1), x_out, y_out, sizes, hl.constexpr((interleaved, R < D)))
     return q_out, k_out
 

@@ -26,7 +26,8 @@ class Oracle:
     """The right outputs and gradients for some arguments and random incoming gradients."""
 
     def __init__(self, op: Op[Any], arguments: Mapping[str, Any], seed: int = 1) -> None:
-        self.op, self.arguments = op, dict(arguments)
+        arguments = dict(zip(op.arguments.names, op.arguments.bind((), arguments), strict=True))
+        self.op, self.arguments = op, arguments
         exact = leaves(op, arguments, torch.float64)
         results = outputs(op.fn(**exact))
         lead = next(v for v in arguments.values() if isinstance(v, Tensor))

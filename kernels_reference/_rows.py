@@ -54,7 +54,7 @@ class Rows:
         """The result `name` of a kernel in the caller's shape."""
         if shape is None or name not in self.trailing or t.ndim == 0:
             return t
-        t = t.view(*shape.sizes, *t.shape[1:])
+        t = t.view((*shape.sizes, *t.shape[1:]))
         if shape.inverse is None:
             return t
         return t.permute(*shape.inverse, *range(len(shape.inverse), t.ndim))

@@ -72,6 +72,14 @@ def reduced(losses: Tensor, weights: Tensor, reduction: str) -> Tensor:
     return losses.sum() / weights.sum() if reduction == "mean" else losses.sum()
 
 
+def combined(parts: Tensor, reduction: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """For kernels: the loss, and what rows are divided by, from each row's loss, z-loss, weight and count, (M, 4)."""
+    losses, weights = (parts if reduction == "none" else parts.sum(0)).chunk(2, -1)
+    if reduction == "mean":
+        return (losses / weights).sum().to(dtype), weights
+    return losses.sum(-1).to(dtype), parts.new_ones(2)
+
+
 def check(logits, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap, dtype, return_lse) -> None:
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"cross_entropy: logits must have one class or more, got shape {tuple(logits.shape)}")
@@ -86,10 +94,10 @@ def check(logits, target, weight, ignore_index, reduction, label_smoothing, z_lo
         raise ValueError(f"cross_entropy: z_loss must be 0 or more, got {z_loss}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"cross_entropy: softcap must be more than 0 or None, got {softcap}")
-    if dtype not in (None, *FLOATS):
+    if dtype is not None and dtype not in FLOATS:
         raise ValueError(f"cross_entropy: dtype must be float32, float16, bfloat16 or None, got {dtype}")
     # Compilers and fake tensors have no values to look at.
-    if target.device.type == "cpu" and type(target) is Tensor and not torch.compiler.is_compiling():
+    if not target.is_cuda and type(target) is Tensor and not torch.compiler.is_compiling():
         for wrong in target[((target < 0) | (target >= V)) & (target != ignore_index)]:
             raise ValueError(f"cross_entropy: target must be from 0 to {V - 1} or ignore_index, got {int(wrong)}")
 
@@ -99,7 +107,7 @@ def eager(
     dtype=None, return_lse=False,
 ) -> Any:  # fmt: skip
     z, weight = capped(logits, softcap), None if weight is None else weight.to(logits.dtype)
-    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
     loss = torch.nn.functional.cross_entropy(z.reshape(-1, z.shape[-1]), target.flatten().long(), weight, **options)
     loss = loss.view(target.shape) if loss.ndim else loss
     lse = torch.logsumexp(z, -1) if z_loss or return_lse else z
@@ -117,14 +125,12 @@ def rows(*shape: int, **options: Any) -> Callable[[Draw], dict[str, Any]]:
 def samples(draw: Draw) -> Iterator[dict[str, Any]]:
     yield rows(1, 1)(draw)
     yield rows(33, 129, reduction="none")(draw)
-    for shape in [(3, 7), (2, 3, 1007), (2, 9001)]:
-        yield rows(*shape)(draw)
-        everything = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "return_lse": True}
-        yield rows(*shape, **everything, reduction="sum", dtype=torch.float32, weight=draw(shape[-1]).abs())(draw)
-    yield rows(31, 1, reduction="sum", return_lse=True)(draw)
+    yield rows(2, 9001)(draw)
+    everything = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "return_lse": True}
+    yield rows(2, 3, 1007, **everything, reduction="sum", dtype=torch.float32, weight=draw(1007).abs())(draw)
     yield rows(31, 65, ignore_index=3, weight=draw(65).abs(), z_loss=1e-3)(draw) | {"target": draw.integers(2, 5, 31)}
     yield rows(2, 65, reduction="none", z_loss=1.0, label_smoothing=1.0)(draw) | {"target": draw.integers(3, 5, 2).int()}
-    yield rows(3, 5, label_smoothing=0.3, z_loss=1.0, return_lse=True)(draw) | {"target": draw.integers(-100, -99, 3)}
+    yield rows(2, 129, label_smoothing=0.3, return_lse=True)(draw) | {"target": torch.full((2,), -100, device=draw.device)}
     masked = rows(4, 300, reduction="none", return_lse=True)(draw)
     masked["logits"][:2, 150:] = masked["logits"][2] = -torch.inf
     yield masked

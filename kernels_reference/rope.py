@@ -19,23 +19,22 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
         q: (B, H, T, D) in any memory layout, also (B, T, H, D) seen as `q.transpose(1, 2)`; float32, float16 or bfloat16.
             The arithmetic is float32.
         k: (B, K, T, D) with the dtype of `q`, also with fewer heads.
-        cos: (T, R), (1, T, R) or (B, T, R), with R even and at most D; float32, float16 or bfloat16, not necessarily q's.
-            Each element of a head takes its own: those of pair i are `cos[i]` and `cos[i + R/2]`, interleaved `cos[2i]` and
-            `cos[2i+1]`. For a rotation they are equal, which is not required. It gets no gradient.
+        cos: (T, R), (1, T, R) or (B, T, R), with R even and at most D, in any of these dtypes. Each element takes its own:
+            `cos[i]` and `cos[i + R/2]` belong to pair i, interleaved `cos[2i]` and `cos[2i+1]`. For a rotation they are
+            equal, which is not required. It gets no gradient.
         sin: as `cos`, of the same shape.
         interleaved: how elements are paired.
 
     Returns:
-        The rotated `q` and `k`, each in its own dtype, rounded once, and in its own memory layout.
+        The rotated `q` and `k`, in their dtype, rounded once, and each in its own memory layout.
 
     Raises:
-        TypeError: an argument is no tensor, or of another dtype; the dtypes of `q` and `k` differ.
-        ValueError: shapes do not fit together, R is odd or above D, a tensor is not on the GPU of the others, or `cos` or
+        TypeError: an argument is of another type or dtype; the dtypes of `q` and `k` differ.
+        ValueError: shapes do not fit together, R is odd, 0 or above D; a tensor is not on the GPU of the others; `cos` or
             `sin` requires grad.
 
     As `apply_rotary_pos_emb` of Hugging Face's Llama, and interleaved of its GPT-J; Su et al. 2021 (arXiv 2104.09864).
     """
-
     R = cos.shape[-1]
     cos, sin = (t.unsqueeze(-3) for t in (cos, sin))
 
@@ -64,46 +63,34 @@ def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> 
     if k.dtype != q.dtype:
         raise TypeError(f"rope: k must have the dtype of q, {q.dtype}, got {k.dtype}")
     if cos.ndim not in (2, 3) or cos.shape[-2] != T or (cos.ndim == 3 and cos.shape[0] not in (1, B)):
-        raise ValueError(
-            f"rope: cos must have shape ({T}, R), (1, {T}, R) or ({B}, {T}, R) for q of shape {tuple(q.shape)}, "
-            f"got {tuple(cos.shape)}"
-        )
+        takes = f"({T}, R), (1, {T}, R) or ({B}, {T}, R) for q of shape {tuple(q.shape)}"
+        raise ValueError(f"rope: cos must have shape {takes}, got {tuple(cos.shape)}")
     if cos.shape[-1] % 2 or not 2 <= cos.shape[-1] <= D:
         raise ValueError(f"rope: cos must have an even last dimension from 2 to {D}, got {cos.shape[-1]}")
     if sin.shape != cos.shape:
         raise ValueError(f"rope: sin must have the shape of cos, {tuple(cos.shape)}, got {tuple(sin.shape)}")
 
 
-def arguments(
-    draw: Draw,
-    sizes: tuple[int, int, int, int, int],
-    *,
-    R: int | None = None,
-    tables: tuple[int, ...] = (),
-    dtype: torch.dtype | None = None,
-    heads_inside: bool = False,
-    interleaved: bool = False,
+def drawn(
+    draw: Draw, B: int, H: int, K: int, T: int, D: int, *, R: int = 0, tables: tuple[int, ...] = (), **options: Any
 ) -> dict[str, Any]:
-    """For sizes (B, H, K, T, D), with tables of shape (*tables, T, R); `heads_inside` for (B, T, H, D) in memory."""
-    B, H, K, T, D = sizes
-    q, k = (draw(B, T, n, D).transpose(1, 2) if heads_inside else draw(B, n, T, D) for n in (H, K))
-    # A kernel that takes both elements' cosines to be the same, as those of a rotation are, shows.
+    """Tables have shape (*tables, T, R). With `inside`, heads lie inside positions: (B, T, H, D) in memory."""
+    inside, dtype = options.pop("inside", False), options.pop("dtype", None)
+    q, k = (draw(B, T, n, D).transpose(1, 2) if inside else draw(B, n, T, D) for n in (H, K))
+    # Random tables show a kernel that takes both elements of a pair to have the same angle.
     cos, sin = (draw(*tables, T, R or D, dtype=dtype) for _ in range(2))
-    return {"q": q, "k": k, "cos": cos, "sin": sin, "interleaved": interleaved}
+    return {"q": q, "k": k, "cos": cos, "sin": sin, **options}
 
 
 def samples(draw: Draw) -> Iterator[dict[str, Any]]:
-    yield arguments(draw, (1, 1, 1, 1, 2))
-    yield arguments(draw, (2, 4, 2, 5, 8))
-    yield arguments(draw, (2, 9, 3, 7, 96), tables=(2,), dtype=torch.float32)
-    yield arguments(draw, (2, 3, 2, 33, 60), R=30, tables=(1,), interleaved=True)
-    yield arguments(draw, (1, 2, 1, 129, 100), dtype=torch.bfloat16, interleaved=True)
-    yield arguments(draw, (3, 8, 2, 17, 40), R=16, tables=(3,), heads_inside=True)
-    yield arguments(draw, (1, 40, 8, 3, 128), dtype=torch.float32, heads_inside=True, interleaved=True)
-    yield arguments(draw, (1, 3, 2, 1007, 7), R=4)
-    yield arguments(draw, (2, 1, 1, 2, 1300), R=1050)
-    yield arguments(draw, (1, 2, 1, 2, 1051), R=1050, heads_inside=True, interleaved=True)
-    yield arguments(draw, (1, 1, 2, 1, 600), R=2)
+    yield drawn(draw, 1, 1, 1, 1, 2)
+    yield drawn(draw, 2, 4, 2, 5, 8)
+    yield drawn(draw, 2, 9, 3, 7, 96, tables=(2,), dtype=torch.float32)
+    yield drawn(draw, 2, 3, 2, 33, 60, R=30, tables=(1,), interleaved=True)
+    yield drawn(draw, 1, 2, 1, 129, 100, dtype=torch.bfloat16, inside=True, interleaved=True)
+    yield drawn(draw, 2, 8, 2, 3, 40, R=16, tables=(2,), inside=True)
+    yield drawn(draw, 1, 3, 2, 1007, 7, R=4, interleaved=True)
+    yield drawn(draw, 1, 1, 2, 1, 2700, R=2600)
 
 
 def cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Cost, Cost]:
@@ -113,21 +100,17 @@ def cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
 
 
 workloads = {
-    # Hugging Face's tables have the dtype of the activations and a batch of one, or of B where positions differ; in its
-    # models heads lie inside positions in memory.
-    "llama-3.1-8b/prefill-4k": lambda draw: arguments(draw, (2, 32, 8, 4096, 128), dtype=torch.float32),
-    "llama-3.1-8b/train-2k": lambda draw: arguments(draw, (8, 32, 8, 2048, 128), tables=(1,), heads_inside=True),
-    "llama-3.1-70b/prefill-4k": lambda draw: arguments(draw, (2, 64, 8, 4096, 128), tables=(1,)),
-    "llama-3.1-70b/train-2k": lambda draw: arguments(draw, (8, 64, 8, 2048, 128), tables=(1,), heads_inside=True),
-    "qwen-3-8b/decode-64": lambda draw: arguments(draw, (64, 32, 8, 1, 128), tables=(64,)),
-    "qwen-3-8b/packed-4k": lambda draw: arguments(draw, (2, 32, 8, 4096, 128), tables=(2,), dtype=torch.float32),
-    "gemma-3-27b/prefill-4k": lambda draw: arguments(draw, (2, 32, 16, 4096, 128), tables=(1,), heads_inside=True),
-    "mistral-7b/decode-1": lambda draw: arguments(draw, (1, 32, 8, 1, 128), tables=(1,)),
-    "glm-4-9b/prefill-4k": lambda draw: arguments(draw, (2, 32, 2, 4096, 128), R=64, tables=(1,), interleaved=True),
-    "gpt-j-6b/train-2k": lambda draw: arguments(
-        draw, (8, 16, 16, 2048, 256), R=64, tables=(1,), heads_inside=True, interleaved=True
-    ),
-    "phi-3-mini/odd-1000": lambda draw: arguments(draw, (4, 32, 32, 1000, 96), tables=(1,)),
+    # Hugging Face's models have heads inside positions, and tables in the dtype of the activations for a batch of one.
+    "llama-3.1-8b/prefill-4k": lambda draw: drawn(draw, 2, 32, 8, 4096, 128, tables=(1,)),
+    "llama-3.1-8b/train-2k": lambda draw: drawn(draw, 8, 32, 8, 2048, 128, tables=(1,), inside=True),
+    "llama-3.1-70b/train-2k": lambda draw: drawn(draw, 8, 64, 8, 2048, 128, tables=(1,), inside=True),
+    "qwen-3-8b/decode-64": lambda draw: drawn(draw, 64, 32, 8, 1, 128, tables=(64,)),
+    "qwen-3-8b/packed-4k": lambda draw: drawn(draw, 2, 32, 8, 4096, 128, tables=(2,), dtype=torch.float32),
+    "gemma-3-27b/prefill-4k": lambda draw: drawn(draw, 2, 32, 16, 4096, 128, dtype=torch.float32, inside=True),
+    "mistral-7b/decode-1": lambda draw: drawn(draw, 1, 32, 8, 1, 128, tables=(1,)),
+    "glm-4-9b/prefill-4k": lambda draw: drawn(draw, 2, 32, 2, 4096, 128, R=64, tables=(1,), interleaved=True),
+    "gpt-j-6b/train-2k": lambda draw: drawn(draw, 8, 16, 16, 2048, 256, R=64, tables=(1,), inside=True, interleaved=True),
+    "phi-3-mini/odd-1000": lambda draw: drawn(draw, 4, 32, 32, 1000, 96, tables=(1,)),
 }
 
 

@@ -1,6 +1,9 @@
 """The ops in hand-written Triton."""
 
+from .cross_entropy import cross_entropy
+from .rms_norm import rms_norm
+from .rope import rope
 from .softmax import softmax
 from .swiglu import swiglu
 
-__all__ = ["softmax", "swiglu"]
+__all__ = ["cross_entropy", "rms_norm", "rope", "softmax", "swiglu"]

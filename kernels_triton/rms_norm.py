@@ -187,8 +187,9 @@ def rms_norm_bwd(
     M, N = x.shape
     grad_x = torch.empty_like(x) if needs[0] else None
     grad_weight = torch.empty_like(weight) if weight is not None and needs[1] else None
-    row_bytes = next_power_of_2(N) * max(x.itemsize, grad_out.itemsize)
-    block_n = next_power_of_2(N) if row_bytes <= 32768 else 4096
+    # Rows that do not begin at a multiple of 16 bytes are read by the element, which takes more registers.
+    widest = 32768 // max(x.itemsize, grad_out.itemsize) if N % 8 == 0 else 4096
+    block_n = next_power_of_2(N) if N <= widest else 4096
     columns = triton.cdiv(N, block_n)
     most = max(1, processors(x.device) * (2 if block_n <= 4096 else 1) // columns)
     block_m = min(max(4096 // block_n, 1), next_power_of_2(triton.cdiv(M, most)))

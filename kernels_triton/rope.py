@@ -98,7 +98,7 @@ def rope_kernel(
     sin1, sin2 = load_pairs(sin_ptr, mask, first, half, sin_stride_d, BLOCK_D, INTERLEAVED)
     if BACKWARD:
         sin1, sin2 = -sin2, -sin1
-    for part in tl.static_range(2):
+    for part in tl.static_range(2):  # type: ignore
         if part == 0:
             head, stop = start, tl.minimum(start + heads, H)
             x_ptr = q_ptr + b * q_stride_b + t * q_stride_t
@@ -109,13 +109,10 @@ def rope_kernel(
             x_ptr = k_ptr + b * k_stride_b + t * k_stride_t
             out_ptr = k_out_ptr + b * k_out_stride_b + t * k_out_stride_t
             x_stride_h, x_stride_d, out_stride_h, out_stride_d = k_stride_h, k_stride_d, k_out_stride_h, k_out_stride_d
-        for h in range(head, stop, BLOCK_H):
-            h = h + tl.arange(0, BLOCK_H)[None, :, None]
-            live, x_heads, out_heads = (
-                mask & (h < stop),
-                x_ptr + h.to(tl.int64) * x_stride_h,
-                out_ptr + h.to(tl.int64) * out_stride_h,
-            )
+        for first_head in range(head, stop, BLOCK_H):
+            h = first_head + tl.arange(0, BLOCK_H)[None, :, None]
+            x_heads, out_heads = x_ptr + h.to(tl.int64) * x_stride_h, out_ptr + h.to(tl.int64) * out_stride_h
+            live = mask & (h < stop)
             x1, x2 = load_pairs(x_heads, live, first, half, x_stride_d, BLOCK_D, INTERLEAVED)
             if BLOCK_REST > 0:
                 cols = half * 2 + column * BLOCK_REST + tl.arange(0, BLOCK_REST)[None, None, :]
@@ -129,29 +126,30 @@ def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, backward: bool, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     q_out, k_out = (torch.empty_like(x) if need else None for x, need in zip((q, k), needs, strict=True))
-    (B, H, T, D), K, R = q.shape, k.shape[1], cos.shape[-1]
-    H, K = H * needs[0], K * needs[1]
-    block_d, block_rest = min(next_power_of_2(R // 2), 256), 0
-    if R < D:
-        block_rest = min(next_power_of_2(D - R), max(block_d * 2, 128))
+    (B, _, T, D), R = q.shape, cos.shape[-1]
+    heads_q, heads_k = q.shape[1] * needs[0], k.shape[1] * needs[1]
+    block_d = min(next_power_of_2(R // 2), 256)
+    block_rest = min(next_power_of_2(D - R), max(block_d * 2, 128)) if R < D else 0
     columns = max(triton.cdiv(R, block_d * 2), triton.cdiv(D - R, max(block_rest, 1)))
-    # A tile has 2048 elements of rows that lie together: a position's heads or a head's positions.
-    rows, most_h, most_t = 2048 // max(block_d * 2, block_rest), next_power_of_2(max(H, K)), next_power_of_2(T)
-    block_h = min(rows, most_h) if q.stride(1) < q.stride(2) else min(rows // min(rows, most_t), most_h)
+    # A tile has 2048 elements of rows that lie together in memory: heads of a position or positions of a head.
+    width, most_t, most_h = max(block_d * 2, block_rest), next_power_of_2(T), next_power_of_2(max(heads_q, heads_k))
+    rows = 2048 // width
+    block_h = min(rows if q.stride(1) < q.stride(2) else rows // min(rows, most_t), most_h)
     block_t = min(rows // block_h, most_t)
     # As many heads to a program, for each set of angles, as leave 2048 programs.
-    blocks = B * triton.cdiv(T, block_t)
-    heads = triton.cdiv(H + K, min(triton.cdiv(H + K, block_h), max(2048 // (blocks * columns), 1)))
-    heads = triton.cdiv(heads, block_h) * block_h
-    groups = triton.cdiv(H + K, heads)
+    blocks = B * triton.cdiv(T, block_t) * columns
+    groups = min(triton.cdiv(heads_q + heads_k, block_h), max(2048 // blocks, 1))
+    heads = triton.cdiv(heads_q + heads_k, groups * block_h) * block_h
+    groups = triton.cdiv(heads_q + heads_k, heads)
     strides = ((0 if table.ndim == 2 or table.shape[0] == 1 else table.stride(0), *table.stride()[-2:]) for table in (cos, sin))
     q_to, k_to = q if q_out is None else q_out, k if k_out is None else k_out
     launch(
         rope_kernel,
-        (blocks * columns * groups,),
-        *(q, k, cos, sin, q_to, k_to, B, H, K, T, D, R // 2, heads, groups, columns),
+        (blocks * groups,),
+        *(q, k, cos, sin, q_to, k_to, B, heads_q, heads_k, T, D, R // 2, heads, groups, columns),
         *(n for of in (q.stride(), k.stride(), *strides, q_to.stride(), k_to.stride()) for n in of),
         *(block_t, block_h, block_d, block_rest, interleaved, backward),
+        num_warps=max(block_t * block_h * width // 512, 1),
     )
     return q_out, k_out
 

@@ -35,8 +35,7 @@ def not_deterministic_on_a_gpu(poisoned: None) -> None:
 def first_steps(
     ops: str, dtype: torch.dtype, *, exact: bool = False, compiled: bool = False
 ) -> tuple[list[float], Mapping[str, Tensor]]:
-    """The losses of three steps and the gradients of the first, from weights that are rounded to `dtype`; `exact`: in
-    float64 from there on."""
+    """The losses of three steps, compiled of one, and the first gradients; `exact`: of the same weights in float64."""
     torch.manual_seed(0)
     model = Llama(replace(CONFIG, dtype=dtype), load_ops(ops)).to(DEVICE)
     model = model.double() if exact else model
@@ -44,7 +43,7 @@ def first_steps(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
-    for _ in range(3):
+    for _ in range(1 if compiled else 3):
         tokens = torch.randint(CONFIG.vocab, (2, CONFIG.length + 1)).to(DEVICE)
         loss = run(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
@@ -56,14 +55,15 @@ def first_steps(
 
 
 def assert_agrees(ops: str, dtype: torch.dtype, **how: bool) -> None:
-    """At most twice eager PyTorch's error against float64, or twice the roundings that `_ops.assert_close` allows one op: the
-    errors of forty ops in a chain add up to about eagerly computed ones, more randomly than those of one. Seen: 1.4 times.
+    """At most twice eager PyTorch's error against float64, or twice the roundings that `_ops.assert_close` allows one op.
+
+    Twice and not 1.5 times, as for one op: the rounding errors of a whole model are more random. Seen: 1.3 times.
     """
     roundings = (16 if dtype == torch.float32 else 4) * torch.finfo(dtype).eps / 2
     losses, gradients = first_steps(ops, dtype, **how)
     eager_losses, eager_gradients = first_steps("eager", dtype)
     exact_losses, exact_gradients = first_steps("reference", dtype, exact=True)
-    for step, (loss, eager, exact) in enumerate(zip(losses, eager_losses, exact_losses, strict=True)):
+    for step, (loss, eager, exact) in enumerate(zip(losses, eager_losses, exact_losses, strict=False)):
         assert abs(loss - exact) <= max(2 * abs(eager - exact), roundings * exact), f"step {step}: {loss}, {eager}, {exact}"
     assert gradients.keys() == exact_gradients.keys() == dict(Llama(CONFIG, None).named_parameters()).keys()
     for name, exact in exact_gradients.items():
@@ -99,11 +99,10 @@ def test_command(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert sorted(tmp_path.iterdir()) == [plot, result]
     measured = json.loads(result.read_text())
-    assert measured.keys() >= {"ops", "compile", "size", "vocab", "batch", "length", "steps", "parameters", "dtype"}
-    assert measured.keys() >= {"step_seconds", "tokens_per_second", "peak_memory_bytes", "device", "driver", "date"}
+    keys = "ops compile size vocab batch length steps parameters tokens_per_second peak_memory_bytes device driver date"
+    assert measured.keys() >= {*keys.split()}
     assert measured["versions"].keys() == {"python", "torch", "triton", "helion"}
-    assert all(4 < loss < 8 for loss in (*measured["losses"], measured["validation_loss"]))
-    assert len(measured["losses"]) == 2
+    assert [4 < loss < 8 for loss in (*measured["losses"], measured["validation_loss"])] == [True] * 3
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,12 @@ def forward_and_backward(op: Op[Any], backend: str, arguments: dict[str, Any]) -
     return (*results, *torch.autograd.grad(live, wanted, incoming))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-def test_workloads(op: Op[Any], backend: str, dtype: torch.dtype) -> None:
-    """Real models' shapes, where they fit the oracle's memory: float64 takes some ten times the arguments."""
+def test_workloads(op: Op[Any], backend: str) -> None:
+    """Real models' shapes of moderate size; `pytest bench` checks all of them."""
     for workload, make in op.workloads.items():
-        if sum(t.numel() for t in make(Draw("meta", dtype)).values() if isinstance(t, Tensor)) < 2**28:
+        if sum(t.numel() for t in make(Draw("meta", torch.bfloat16)).values() if isinstance(t, Tensor)) < 2**26:
             try:
-                _ops.check(op, backend, make(Draw("cuda", dtype)))
+                _ops.check(op, backend, make(Draw("cuda", torch.bfloat16)))
             except AssertionError as error:
                 raise AssertionError(f"{workload}: {error}") from error
             torch.cuda.empty_cache()
