@@ -187,7 +187,8 @@ def schedule(step: int, steps: int) -> float:
 
 def train(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Trains as told, and returns what was measured."""
-    if gpu := args.device.type == "cuda":
+    gpu = args.device.type == "cuda"
+    if gpu and args.device.index is not None:
         torch.cuda.set_device(args.device)
     text = standard_library()
     held_out = len(text) // 20

@@ -4,11 +4,10 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from kernels_reference.rms_norm import Casting, empty_out, empty_rstd, op
+from kernels_reference.rms_norm import Casting, Opt, empty_out, op
 
 from ._kernel import Config, kernel, next_power_of_2, row_config
 
-Opt = Tensor | None
 RUNS = 256
 
 
@@ -19,7 +18,7 @@ def tile_config(grad: Tensor, x: Tensor, *_: object) -> Config:
     return {"block_sizes": [step, width], "range_num_stages": [0, 3 - grad.itemsize // 4], "num_warps": -(-step * width // 512)}
 
 
-@kernel(lambda x, *_: row_config(x, most=32768, looped=8192))
+@kernel(lambda x, *_: row_config(x, most=65536 // x.itemsize, looped=8192))
 def forward(x: Tensor, weight: Opt, out: Tensor, rstd: Tensor, eps: float, offset: float, normed_dtype: torch.dtype) -> None:
     for rows in hl.tile(x.size(0)):
         wide = x[rows, :].float()
@@ -56,7 +55,7 @@ def backward(grad_out, x, weight, rstd, dots, new_dots, grad_x, sums, offset, ru
 
 
 def rms_norm_fwd(x: Tensor, weight: Opt, eps: float | None, offset: float, casting: Casting) -> tuple[Tensor, Tensor]:
-    out, rstd = empty_out(x, weight, eps, offset, casting), empty_rstd(x)
+    out, rstd = empty_out(x, weight, eps, offset, casting), x.new_empty(x.shape[0], dtype=torch.float32)
     eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
     forward(x, weight, out, rstd, eps, float(offset), x.dtype if casting == "llama" else torch.float32)
     return out, rstd

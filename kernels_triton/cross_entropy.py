@@ -45,7 +45,7 @@ def cross_entropy_fwd_kernel(
     weight_ptr, weight_stride, weight_sum_ptr,  # (V,) and one element, or None
     lse_ptr, parts_ptr,  # (M,), and (M, 4): loss, z-loss, weight and count
     M, V, ignore_index, label_smoothing, z_loss, softcap,  # the last three None where there is none
-    EVERY_LSE: tl.constexpr, BLOCK_M: tl.constexpr, LANES: tl.constexpr,
+    EVERY_LSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     target, counts, weight = look_up(rows, M, V, target_ptr, target_stride, weight_ptr, weight_stride, ignore_index)
@@ -53,10 +53,12 @@ def cross_entropy_fwd_kernel(
     logits_ptr += rows * logits_stride_m
     at_target = read_logits(logits_ptr + target * logits_stride_v, counts, softcap)
     # Each lane keeps the maximum (in units of log(2)) and sum of its four elements of a tile: no step waits for other warps.
+    LANES: tl.constexpr = BLOCK_V // 4
     highest = tl.full((BLOCK_M, LANES), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M, LANES), tl.float32)
     smooth = tl.zeros((BLOCK_M, LANES), tl.float32)
-    for start in tl.range(0, V * tl.max(read.to(tl.int32), 0), 4 * LANES):
+    end = V * tl.max(read.to(tl.int32), 0)
+    for start in range(0, end, BLOCK_V):
         cols = start + tl.arange(0, 4)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
         mask = read[:, None, None] & (cols < V)
         z = read_logits(logits_ptr[:, None, None] + cols.to(tl.int64) * logits_stride_v, mask, softcap)
@@ -78,11 +80,10 @@ def cross_entropy_fwd_kernel(
     if label_smoothing is not None:
         weight_sum = V * 1.0 if weight_ptr is None else tl.load(weight_sum_ptr)
         loss += label_smoothing * ((weight_sum * lse - tl.sum(smooth, 1)) / V - loss)
-    regulariser = 0.0 if z_loss is None else z_loss * lse * lse
     tl.store(lse_ptr + rows, lse, rows < M)
     parts_ptr += rows * 4
     tl.store(parts_ptr, tl.where(counts, loss, 0.0), rows < M)
-    tl.store(parts_ptr + 1, tl.where(counts, regulariser, 0.0), rows < M)
+    tl.store(parts_ptr + 1, tl.where(counts, 0.0 if z_loss is None else z_loss * lse * lse, 0.0), rows < M)
     tl.store(parts_ptr + 2, weight, rows < M)
     tl.store(parts_ptr + 3, counts.to(tl.float32), rows < M)
 
@@ -141,9 +142,8 @@ def blocks(M: int, V: int, most: int) -> tuple[int, int]:
 
 def weights(weight: Tensor | None, label_smoothing: float) -> tuple[Tensor | None, int, Tensor | None]:
     """The weight, its stride and, for label smoothing, its sum."""
-    if weight is None:
-        return None, 0, None
-    return weight, weight.stride(0), weight.sum(dtype=torch.float32) if label_smoothing else None
+    weight_sum = weight.sum(dtype=torch.float32) if weight is not None and label_smoothing else None
+    return weight, 0 if weight is None else weight.stride(0), weight_sum
 
 
 def cross_entropy_fwd(
@@ -156,7 +156,7 @@ def cross_entropy_fwd(
     launch(
         cross_entropy_fwd_kernel, (-(-M // block_m),), logits, *logits.stride(), target, target.stride(0),
         *weights(weight, label_smoothing), lse, parts, M, V, ignore_index, label_smoothing or None, z_loss or None, softcap,
-        return_lse, block_m, width // 4, num_warps=max(width // 1024, 4),
+        return_lse, block_m, width, num_warps=max(width // 1024, 4),
     )  # fmt: skip
     out, total = combined(parts, reduction, dtype or logits.dtype)
     return out, lse, total
@@ -166,8 +166,7 @@ def cross_entropy_bwd(
     grad_out: Tensor, grad_lse: Tensor | None, logits: Tensor, target: Tensor, weight: Tensor | None, lse: Tensor,
     total: Tensor, ignore_index: int, reduction: str, label_smoothing: float, z_loss: float, softcap: float | None,
 ) -> tuple[Tensor]:  # fmt: skip
-    M, V = logits.shape
-    grad_logits = torch.empty_like(logits)
+    (M, V), grad_logits = logits.shape, torch.empty_like(logits)
     block_m, block_v = blocks(M, V, 4096)
     launch(
         cross_entropy_bwd_kernel, (-(-M // block_m) * -(-V // block_v),),

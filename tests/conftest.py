@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -10,9 +11,16 @@ if not torch.cuda.is_available():
 
 import pytest
 
-from tests import _offline, _ops
+from tests import _ops
 
-GPU_TESTS: list[str] = []
+GPU_TESTS: set[str] = set()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """The interpreter keeps every core busy; a GPU has memory for one process of tests."""
+    if config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput") and not torch.cuda.is_available():
+        config.option.numprocesses = config.option.numprocesses or os.cpu_count()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -20,14 +28,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Compilation for other GPUs goes on beside the other tests; whoever waits for it comes last.
-    items.sort(key=lambda item: "architecture" in getattr(item, "fixturenames", ()))
+    # The longest first, so that no core waits for it at the end.
+    items.sort(key=lambda item: "architecture" not in getattr(item, "fixturenames", ()))
     if torch.cuda.is_available():
         return
     left_out = [item for item in items if item.get_closest_marker("gpu")]
-    GPU_TESTS.extend(item.nodeid for item in left_out)
+    GPU_TESTS.update(item.nodeid for item in left_out)
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if output := getattr(session.config, "workeroutput", None):
+        output["gpu"] = sorted(GPU_TESTS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    GPU_TESTS.update(getattr(node, "workeroutput", {}).get("gpu", ()))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -36,12 +54,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(
             f"No GPU here: kernels ran under Triton's interpreter; {len(GPU_TESTS)} tests need a GPU: {', '.join(names)}"
         )
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    functions = [item for item in session.items if isinstance(item, pytest.Function) and "architecture" in item.fixturenames]
-    if functions and not session.config.option.collectonly:
-        _offline.start([str(item.callspec.params["architecture"]) for item in functions])
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +70,21 @@ def device() -> torch.device:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`op` and `backend` run a test for each op in each kernel package; `sample` adds each of the op's samples."""
-    if "sample" in metafunc.fixturenames:
-        pairs = [(name, i) for name in _ops.NAMES for i in range(_ops.sample_count(name))]
-        metafunc.parametrize(("op", "sample"), [(_ops.load(n), i) for n, i in pairs], ids=[f"{n}-{i}" for n, i in pairs])
-    elif "op" in metafunc.fixturenames:
+    """`op` and `backend` run a test for each op in each kernel package; `sample` for each sample, `dtype` in each dtype."""
+    names = metafunc.fixturenames
+    if {"sample", "dtype"} <= set(names):
+        # The interpreter is slow: under it a sample runs in float32 and in one of the half types.
+        cells = [
+            pytest.param(_ops.load(n), i, dtype, id=f"{n}-{i}-{str(dtype).removeprefix('torch.')}")
+            for n in _ops.NAMES
+            for i in range(_ops.sample_count(n))
+            for dtype in (_ops.DTYPES if torch.cuda.is_available() else (torch.float32, _ops.DTYPES[1 + i % 2]))
+        ]
+        metafunc.parametrize(("op", "sample", "dtype"), cells)
+    elif "sample" in names:
+        cells = [pytest.param(_ops.load(n), i, id=f"{n}-{i}") for n in _ops.NAMES for i in range(_ops.sample_count(n))]
+        metafunc.parametrize(("op", "sample"), cells)
+    elif "op" in names:
         metafunc.parametrize("op", [_ops.load(name) for name in _ops.NAMES], ids=_ops.NAMES)
-    if "backend" in metafunc.fixturenames:
+    if "backend" in names:
         metafunc.parametrize("backend", _ops.BACKENDS)

@@ -2,15 +2,15 @@
 
 import pytest
 
-from bench.offline import GPUS
+from bench import offline
 
-from . import _offline, _ops
+from . import _ops
 
 
-@pytest.mark.parametrize("architecture", GPUS)
+@pytest.mark.parametrize("architecture", offline.GPUS)
 def test_compiles_without_spills(architecture: str) -> None:
-    compiled = _offline.FUTURES[architecture].result()
+    compiled = offline.in_child(architecture)
     assert {(line["op"], line["backend"]) for line in compiled} == {(n, b) for n in _ops.NAMES for b in _ops.BACKENDS}
     spilled = [line for line in compiled if line["spilled"]]
     assert not spilled
-    assert not [line for line in compiled if line["shared"] > GPUS[architecture].shared]
+    assert not [line for line in compiled if line["shared"] > offline.GPUS[architecture].shared]

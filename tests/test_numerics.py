@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -14,7 +13,6 @@ from kernels_reference._op import Op
 from . import _ops
 
 
-@pytest.mark.parametrize("dtype", _ops.DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 def test_samples(op: Op[Any], sample: int, backend: str, dtype: torch.dtype) -> None:
     _ops.check(op, backend, _ops.sample(op, sample, dtype))
 
