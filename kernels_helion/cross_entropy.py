@@ -75,13 +75,13 @@ def cross_entropy_fwd_kernel(
         if weight_sum is not None:
             loss = loss + label_smoothing * ((weight_sum[0] * row_lse - smooth.sum(dim=1)) / V - loss)
         lse[rows] = row_lse
-        parts[rows, 0] = torch.where(counts, loss, 0.0)
+        parts[rows, 0] = w
+        parts[rows, 1] = counts.float()
+        parts[rows, 2] = torch.where(counts, loss, 0.0)
         if z_loss is not None:
-            parts[rows, 1] = torch.where(counts, z_loss * row_lse * row_lse, 0.0)
+            parts[rows, 3] = torch.where(counts, z_loss * row_lse * row_lse, 0.0)
         else:
-            parts[rows, 1] = torch.zeros_like(w)
-        parts[rows, 2] = w
-        parts[rows, 3] = counts.float()
+            parts[rows, 3] = torch.zeros_like(w)
 
 
 @kernel(lambda logits, *_: {**tile(logits, 4096), "loop_orders": [[1, 0]]})
@@ -131,7 +131,8 @@ def cross_entropy_fwd(
     softcap: Number, dtype: torch.dtype | None, return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     M, V = logits.shape
-    lse, parts = logits.new_empty(M, dtype=torch.float32), logits.new_empty(M, 4, dtype=torch.float32)
+    # One row more than there need be: Triton 3.6 does not compile what Helion makes of a store to a size of 1 beside another.
+    lse, parts = logits.new_empty(M, dtype=torch.float32), logits.new_empty(M + 1, 4, dtype=torch.float32)
     # A kernel gathers one element a row only from a flat tensor.
     stride_m, stride_v = logits.stride()
     flat = logits.as_strided((1 + (M - 1) * stride_m + (V - 1) * stride_v,), (1,))
@@ -141,7 +142,7 @@ def cross_entropy_fwd(
         logits, flat, stride_m, stride_v, target, weight, weight_sum(logits, weight, label_smoothing), lse, parts,
         ignore_index, label_smoothing, z_loss or None, softcap, return_lse or None, width // 4,
     )  # fmt: skip
-    out, total = combined(parts, reduction, dtype or logits.dtype)
+    out, total = combined(parts[:M], reduction, dtype or logits.dtype)
     return out, lse, total
 
 

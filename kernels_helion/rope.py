@@ -34,7 +34,7 @@ def load_pairs(x: Tensor, rows: list[Any], d: Any, half: int, interleaved: bool)
 
 
 def turn(x: Tensor, out: Tensor, rows: list[Any], d: Any, angles: Any, sizes: Any, options: Any) -> None:
-    (cos1, cos2, sin1, sin2), (_, _, _, half, width, _), (interleaved, partial) = angles, sizes, options
+    (cos1, cos2, sin1, sin2), (*_, half, width, _), (interleaved, partial) = angles, sizes, options
     x1, x2 = load_pairs(x, rows, d, half, interleaved)
     y1, y2 = (x1 * cos1 - x2 * sin1).to(out.dtype), (x2 * cos2 + x1 * sin2).to(out.dtype)
     if interleaved:
@@ -66,11 +66,10 @@ def rope_fwd(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, 
     d, t, h = blocks(q, k, R // 2, width, interleaved)
     # As many heads to a program, for each set of angles, as leave 2048 programs.
     G = min(cdiv(max(H, K), h), max(2048 // (B * cdiv(T, t) * cdiv(width, d)), 1))
-    needs_q, needs_k = needs or (True, True)
-    sizes = (G, cdiv(H, G * h) * h * needs_q, cdiv(K, G * h) * h * needs_k, R // 2, width, int(needs is not None))
-    q_out, k_out = torch.empty_like(q) if needs_q else q, torch.empty_like(k) if needs_k else k
-    tables, options = (cos.expand(B, -1, -1), sin.expand(B, -1, -1)), hl.constexpr((interleaved, R < D))
-    rope_kernel(q, k, *tables, q_out, k_out, sizes, options)
+    q_needs, k_needs = needs or (True, True)
+    q_out, k_out = torch.empty_like(q) if q_needs else q, torch.empty_like(k) if k_needs else k
+    sizes = (G, cdiv(H, G * h) * h * q_needs, cdiv(K, G * h) * h * k_needs, R // 2, width, int(needs is not None))
+    rope_kernel(q, k, cos.expand(B, -1, -1), sin.expand(B, -1, -1), q_out, k_out, sizes, hl.constexpr((interleaved, R < D)))
     return q_out, k_out
 
 

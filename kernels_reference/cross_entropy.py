@@ -73,8 +73,8 @@ def reduced(losses: Tensor, weights: Tensor, reduction: str) -> Tensor:
 
 
 def combined(parts: Tensor, reduction: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """For kernels: the loss, and what rows are divided by, from each row's loss, z-loss, weight and count, (M, 4)."""
-    losses, weights = (parts if reduction == "none" else parts.sum(0)).chunk(2, -1)
+    """For kernels: the loss, and what rows are divided by, from each row's weight, count, loss and z-loss, (M, 4)."""
+    weights, losses = (parts if reduction == "none" else parts.sum(0)).chunk(2, -1)
     if reduction == "mean":
         return (losses / weights).sum().to(dtype), weights
     return losses.sum(-1).to(dtype), parts.new_ones(2)

@@ -88,10 +88,10 @@ def samples(draw: Draw) -> Iterator[dict[str, Any]]:
     yield layer(33, 40, casting="llama", offset=0.5)(draw)
     yield layer(33, 2, 96, casting="gemma", offset=1.0)(draw)
     yield layer(127, 60, dtype=torch.float32)(draw)
-    yield layer(1000, 5, dtype=torch.bfloat16, eps=0.1, offset=-1.0)(draw)
+    yield layer(60, 5, dtype=torch.bfloat16, eps=0.1, offset=-1.0)(draw)
     yield {"x": draw(2, 3, 100), "eps": 1e-6, "offset": 1.0, "casting": "gemma"}
-    yield layer(5, 16401, casting="llama")(draw)
-    yield layer(1, 33001, dtype=torch.float32)(draw)
+    yield layer(3, 8200, casting="llama")(draw)
+    yield layer(2, 33001, dtype=torch.float32)(draw)
 
 
 def cost(x: Tensor, weight: Opt = None, eps: float | None = None, **options: Any) -> tuple[Cost, Cost]:

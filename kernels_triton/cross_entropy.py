@@ -43,7 +43,7 @@ def cross_entropy_fwd_kernel(
     logits_ptr, logits_stride_m, logits_stride_v,  # (M, V)
     target_ptr, target_stride,  # (M,)
     weight_ptr, weight_stride, weight_sum_ptr,  # (V,) and one element, or None
-    lse_ptr, parts_ptr,  # (M,), and (M, 4): loss, z-loss, weight and count
+    lse_ptr, parts_ptr,  # (M,), and (M, 4): weight, count, loss and z-loss
     M, V, ignore_index, label_smoothing, z_loss, softcap,  # the last three None where there is none
     EVERY_LSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -82,10 +82,10 @@ def cross_entropy_fwd_kernel(
         loss += label_smoothing * ((weight_sum * lse - tl.sum(smooth, 1)) / V - loss)
     tl.store(lse_ptr + rows, lse, rows < M)
     parts_ptr += rows * 4
-    tl.store(parts_ptr, tl.where(counts, loss, 0.0), rows < M)
-    tl.store(parts_ptr + 1, tl.where(counts, 0.0 if z_loss is None else z_loss * lse * lse, 0.0), rows < M)
-    tl.store(parts_ptr + 2, weight, rows < M)
-    tl.store(parts_ptr + 3, counts.to(tl.float32), rows < M)
+    tl.store(parts_ptr, weight, rows < M)
+    tl.store(parts_ptr + 1, counts.to(tl.float32), rows < M)
+    tl.store(parts_ptr + 2, tl.where(counts, loss, 0.0), rows < M)
+    tl.store(parts_ptr + 3, tl.where(counts, 0.0 if z_loss is None else z_loss * lse * lse, 0.0), rows < M)
 
 
 @triton.jit

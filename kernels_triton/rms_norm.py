@@ -157,7 +157,7 @@ def rms_norm_bwd(grad_out: Tensor, x: Tensor, weight: Opt, rstd: Tensor, offset:
     block_m = min(max(4096 // block_n, 1), next_power_of_2(triton.cdiv(M, most)))
     run = triton.cdiv(M, block_m * most) * block_m
     programs, tile = triton.cdiv(M, run), block_m * block_n
-    stages = 1 if tile > 8192 else min(3, 1 + 65536 // (tile * (x.itemsize + grad_out.itemsize)))
+    stages = 1 if tile > 8192 or run == block_m else min(3, 1 + 65536 // (tile * (x.itemsize + grad_out.itemsize)))
     warps = min(max(tile // 512, 1), 16)
 
     def walk(dot: Opt, grad_x: Opt, dots: Opt, partial: Opt) -> None:

@@ -50,8 +50,8 @@ def softmax_fwd_kernel(
         cols = tl.arange(0, BLOCK_N)[None, :]
         mask = (rows < M) & (cols < N)
         x = tl.load(x_ptr + cols.to(tl.int64) * x_stride_n, mask, other=float("-inf")).to(tl.float32)
-        e = libdevice.exp(x - tl.max(x, axis=1, keep_dims=True))
-        tl.store(out_ptr + cols.to(tl.int64) * out_stride_n, e / tl.sum(e, axis=1, keep_dims=True), mask)
+        e = libdevice.exp(x - tl.max(x, axis=1, keep_dims=True))  # pyright: ignore
+        tl.store(out_ptr + cols.to(tl.int64) * out_stride_n, e / tl.sum(e, axis=1, keep_dims=True), mask)  # pyright: ignore
 
 
 @triton.jit

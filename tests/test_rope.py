@@ -56,9 +56,9 @@ def test_complex_numbers(backend: str, interleaved: bool) -> None:
     torch.testing.assert_close(torch.autograd.grad(outs, (q, k), incoming), tuple(turned(g, -1) for g in incoming))
 
 
-@pytest.mark.parametrize(("R", "interleaved"), [(80, False), (32, False), (40, True)], ids=["llama", "phi", "glm"])
+@pytest.mark.parametrize(("R", "interleaved"), [(32, False), (40, True)], ids=["phi", "glm"])
 def test_published_formulas(backend: str, R: int, interleaved: bool) -> None:
-    """As in transformers: Phi's is partial, GLM's partial and interleaved."""
+    """Partial ones, as in transformers."""
     cos, sin, _ = angles(9, R, interleaved)
 
     def expected(x: Tensor) -> Tensor:
@@ -71,11 +71,10 @@ def test_published_formulas(backend: str, R: int, interleaved: bool) -> None:
     torch.testing.assert_close(rope(backend)(q, k, cos, sin, interleaved=interleaved), (expected(q), expected(k)))
 
 
-@pytest.mark.parametrize(("D", "positions"), [(60, (1, 17, 64, 2, 3, 4, 5, 6, 7, 8)), (100, (1, 17))])
-def test_any_number_of_positions(backend: str, D: int, positions: tuple[int, ...]) -> None:
+def test_any_number_of_positions(backend: str) -> None:
     """In one process: one position first, then more than a block has."""
-    for T in positions:
-        q, k, (cos, sin, _) = randn(2, 3, T, D), randn(2, 2, T, D), angles(T, D)
+    for T in (1, 17, 64, 2, 3, 4, 5, 6, 7, 8):
+        q, k, (cos, sin, _) = randn(2, 3, T, 60), randn(2, 2, T, 60), angles(T, 60)
         torch.testing.assert_close(rope(backend)(q, k, cos, sin), op.fn(q, k, cos, sin))
 
 
@@ -120,24 +119,21 @@ def test_frozen(backend: str, needs: list[bool]) -> None:
         rope(backend)(x, x, cos, sin.requires_grad_())
 
 
-BAD: list[tuple[dict[str, tuple[int, ...]], str]] = [
-    ({"q": (4, 5, 8)}, r"rope: q must have shape \(B, H, T, D\), got \(4, 5, 8\)"),
-    ({"k": (2, 2, 5, 6)}, r"rope: k must have shape \(2, K, 5, 8\) for q of shape \(2, 4, 5, 8\), got \(2, 2, 5, 6\)"),
-    ({"cos": (3, 5, 8)}, r"rope: cos must have shape \(5, R\), \(1, 5, R\) or \(2, 5, R\) for q .*, got \(3, 5, 8\)"),
-    ({"cos": (8,)}, r"rope: cos must have shape .*, got \(8,\)"),
-    ({"cos": (5, 7)}, r"rope: cos must have an even last dimension from 2 to 8, got 7"),
-    ({"cos": (5, 10)}, r"rope: cos must have an even last dimension from 2 to 8, got 10"),
-    ({"sin": (5, 4)}, r"rope: sin must have the shape of cos, \(5, 8\), got \(5, 4\)"),
-]
-
-
 def test_bad_arguments(backend: str) -> None:
-    shapes = {"q": (2, 4, 5, 8), "k": (2, 2, 5, 8), "cos": (5, 8), "sin": (5, 8)}
-    for bad, message in BAD:
-        with pytest.raises(ValueError, match=message):
-            rope(backend)(**{name: randn(*shape) for name, shape in {**shapes, **bad}.items()})
+    good = {"q": randn(2, 4, 5, 8), "k": randn(2, 2, 5, 8), "cos": randn(5, 8), "sin": randn(5, 8)}
+    for name, shape, message in (
+        ("q", (4, 5, 8), r"must have shape \(B, H, T, D\), got \(4, 5, 8\)"),
+        ("k", (2, 2, 5, 6), r"must have shape \(2, K, 5, 8\) for q of shape \(2, 4, 5, 8\), got \(2, 2, 5, 6\)"),
+        ("cos", (3, 5, 8), r"must have shape \(5, R\), \(1, 5, R\) or \(2, 5, R\) for q .*, got \(3, 5, 8\)"),
+        ("cos", (8,), r"must have shape .*, got \(8,\)"),
+        ("cos", (5, 7), "must have an even last dimension from 2 to 8, got 7"),
+        ("cos", (5, 10), "must have an even last dimension from 2 to 8, got 10"),
+        ("sin", (5, 4), r"must have the shape of cos, \(5, 8\), got \(5, 4\)"),
+    ):
+        with pytest.raises(ValueError, match=f"rope: {name} {message}"):
+            rope(backend)(**{**good, name: randn(*shape)})
     with pytest.raises(TypeError, match=r"rope: k must have the dtype of q, torch\.float32, got torch\.bfloat16"):
-        rope(backend)(randn(2, 4, 5, 8), randn(2, 4, 5, 8).bfloat16(), randn(5, 8), randn(5, 8))
+        rope(backend)(**{**good, "k": good["k"].bfloat16()})
 
 
 @pytest.mark.gpu
