@@ -1,6 +1,7 @@
 """`python -m bench report`: the README's tables, from measured results."""
 
 import argparse
+import json
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -57,8 +58,32 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def training(paths: list[Path]) -> str:
+    """Tokens a second and peak memory of `examples/train.py`, a row a run."""
+    runs = sorted(
+        (json.loads(path.read_text()) for path in paths), key=lambda r: (r["size"], r["vocab"], r["tokens_per_second"])
+    )
+    lines = [
+        "Training `examples/llama.py` (`python examples/train.py --json FILE`), bfloat16:",
+        "",
+        "| model | GPU | tokens | ops | tokens a second | peak memory |",
+        "|---|---|---|---|---:|---:|",
+    ]
+    for r in runs:
+        model = f"{r['size']}, {r['parameters'] / 1e9:.2f} B parameters"
+        ops = r["ops"] + (", compiled" if r["compile"] else "")
+        speed, memory = f"{r['tokens_per_second']:,.0f}", f"{r['peak_memory_bytes'] / 2**30:.1f} GiB"
+        lines.append(f"| {model} | {r['device']} | {r['batch']} x {r['length']} | {ops} | {speed} | {memory} |")
+    return "\n".join(lines)
+
+
 def report(paths: list[Path]) -> None:
-    text = "\n\n".join(table(_measure.load(path)) for path in paths)
+    tables = [table(_measure.load(path)) for path in paths]
+    if runs := sorted((_measure.RESULTS / "train").glob("*.json")):
+        tables.append(training(runs))
+    if not tables:
+        raise ValueError(f"no results in {_measure.RESULTS}; `pytest bench` on a machine with a GPU measures them")
+    text = "\n\n".join(tables)
     readme = README.read_text()
     head, _, rest = readme.partition(BEGIN)
     _, found, tail = rest.partition(END)
@@ -76,10 +101,8 @@ def main() -> int:
     chosen = parser.parse_args()
     paths = chosen.results or sorted(p for p in _measure.RESULTS.glob("*.json"))
     try:
-        if not paths:
-            raise ValueError(f"no results in {_measure.RESULTS}; `pytest bench` on a machine with a GPU measures them")
         report(paths)
-    except (OSError, ValueError) as error:
+    except (KeyError, OSError, ValueError) as error:
         print(f"python -m bench: {error}", file=sys.stderr)
         return 1
     return 0

@@ -154,4 +154,5 @@ def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         file.write(text)
+    os.chmod(file.name, 0o644)
     os.replace(file.name, path)
