@@ -142,7 +142,7 @@ def cross_entropy_fwd(
         logits, flat, stride_m, stride_v, target, weight, weight_sum(logits, weight, label_smoothing), lse, parts,
         ignore_index, label_smoothing, z_loss or None, softcap, return_lse or None, width // 4,
     )  # fmt: skip
-    out, total = combined(parts[:M], reduction, dtype or logits.dtype)
+    out, total = combined(parts.narrow(0, 0, M), reduction, dtype or logits.dtype)
     return out, lse, total
 
 
