@@ -99,7 +99,7 @@ def rms_norm_bwd_kernel(
         normed = x * rstd
         partial += grad * normed
         if weight_ptr is not None:
-            # The widest tiles leave no registers to keep the scale in.
+            # The widest tiles leave no registers to keep the scale in, and a single step has no use for it twice.
             grad *= scale if STAGES > 1 else load_scale(weight_ptr, cols * weight_stride, cols < N, offset)
         if dot_ptr is None:
             dot = tl.sum(grad * normed, axis=1, keep_dims=True) / N
