@@ -137,7 +137,7 @@ def cross_entropy_fwd(
     stride_m, stride_v = logits.stride()
     flat = logits.as_strided((1 + (M - 1) * stride_m + (V - 1) * stride_v,), (1,))
     # Few rows take wide programs.
-    width = tile(logits, 4096 if M > 256 else 32768)["block_sizes"][1]
+    width = tile(logits, 4096 if M > 256 else 16384)["block_sizes"][1]
     cross_entropy_fwd_kernel(
         logits, flat, stride_m, stride_v, target, weight, weight_sum(logits, weight, label_smoothing), lse, parts,
         ignore_index, label_smoothing, z_loss or None, softcap, return_lse or None, width // 4,
