@@ -56,17 +56,23 @@ def host_time(fn: Callable[[], Any], calls: int = 100) -> float:
     return statistics.median(spent)
 
 
-def graph_time(fn: Callable[[], Any], calls: int = 10, replays: int = 10) -> float | None:
-    """Seconds a call in a CUDA graph of several takes, its data in the cache; None where it cannot be captured."""
+def graph_time(make: Callable[[], Callable[[], Any]], calls: int = 10, replays: int = 10) -> float | None:
+    """Seconds a call in a CUDA graph of several takes, its data in the cache; None where it cannot be captured.
+
+    What is captured is made on the capturing stream, because a backward runs on the stream of its forward.
+    """
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     try:
         with torch.cuda.stream(stream):
+            fn = make()
             fn()
-        with torch.cuda.graph(graph, stream=stream):
+        # Compilers have threads that meanwhile call CUDA.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for _ in range(calls):
                 fn()
-    except RuntimeError:
+    except RuntimeError as error:
+        print(f"no graph: {error}")
         torch.cuda.synchronize()
         return None
     graph.replay()
@@ -140,10 +146,15 @@ def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row[n] for n in ("op", "workload", "dtype", "direction", "implementation"))
 
 
+def stored() -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The cells of this GPU's file."""
+    path = results_path(torch.cuda.get_device_name())
+    return {key(row): row for row in load(path)} if path.exists() else {}
+
+
 def store(rows: list[dict[str, Any]]) -> Path:
     """Adds cells to this GPU's file, in place of older ones of the same name; a reader never sees half a file."""
-    path = results_path(machine()["gpu"])
-    kept = {key(row): row for row in load(path)} if path.exists() else {}
+    path, kept = results_path(machine()["gpu"]), stored()
     kept |= {key(row): {**row, "date": date.today().isoformat(), "machine": machine()} for row in rows}
     lines = ",\n".join(json.dumps(kept[k], sort_keys=True) for k in sorted(kept))
     write(path, f"[\n{lines}\n]\n")

@@ -26,6 +26,7 @@ import triton
 from helion._compiler.compile_environment import CompileEnvironment
 from torch import Tensor
 from torch._inductor.runtime.hints import DeviceProperties
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 from triton.backends.compiler import GPUTarget
@@ -143,6 +144,7 @@ def stand_in(arch: str) -> Generator[list[Any]]:
             (triton.runtime.driver, "_active", driver),
             (JITFunction, "run", compile_only),
             (CompileEnvironment, "_maybe_recreate_symint", symbolic),
+            (fake_tensor, "init_gpu_context", lambda device: None),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield compiled
