@@ -1,16 +1,25 @@
-"""`python -m bench report`: the README's tables, from measured results."""
+"""The commands of `python -m bench`: the README's tables from results, and the configurations of kernels."""
 
 import argparse
 import json
+import os
 import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from . import _measure
+import torch
+from rich.console import Console
 
-README = Path(__file__).parent.parent / "README.md"
+import kernels_reference
+from kernels_reference._config import gpu
+
+from . import _measure, _tune, offline
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+BACKENDS = ("kernels_helion", "kernels_triton")
 BEGIN, END = "<!-- results: written by `python -m bench report` -->", "<!-- end of results -->"
 COLUMNS = {
     "eager": "eager",
@@ -93,16 +102,87 @@ def report(paths: list[Path]) -> None:
     print(text)
 
 
+def cases(ops: list[str], words: list[str], dtype: str) -> list[Any]:
+    """The workloads of these ops, or of all; or one op with these sizes."""
+    known = kernels_reference.__all__
+    for op in ops:
+        if op not in known:
+            raise ValueError(f"there is no op {op!r}; there are {', '.join(known)}")
+    if words:
+        return [_tune.Case(op, " ".join(words), dtype) for op in ops]
+    return [_tune.Case(op, workload, dtype) for op in ops or known for workload in _tune.Case(op, "").declaration.workloads]
+
+
+def tune(chosen: argparse.Namespace) -> None:
+    if chosen.shape and not chosen.ops:
+        raise ValueError("--shape needs an op")
+    if _measure.DEVICE == "cpu":
+        raise ValueError("tuning needs a GPU: configurations are chosen by the time that they take there")
+    folder: Path | None = chosen.folder
+    if folder:
+        os.environ["HELION_KERNELS_CONFIGS"] = str(folder)  # So that what is there counts as what is.
+    folders = {b: (folder or ROOT) / b / ("" if folder else "configs") for b in BACKENDS}
+    console = Console(stderr=True)
+    left = _tune.tune(
+        cases(chosen.ops, chosen.shape, chosen.dtype),
+        chosen.backend or BACKENDS,
+        folders,
+        budget=chosen.budget,
+        again=chosen.again,
+        processes=chosen.jobs,
+        console=console,
+    )
+    if left:
+        console.print(f"Time is up, and {left} are left: run it again, and it goes on from here.")
+    if folder:
+        console.print(f"Set HELION_KERNELS_CONFIGS={folder} where these are to be used.")
+
+
+def config(chosen: argparse.Namespace) -> None:
+    where = offline.GPUS[chosen.arch] if chosen.arch else None
+    if where is None:
+        if _measure.DEVICE == "cpu":
+            raise ValueError("there is no GPU here: name one by --arch")
+        where = gpu(torch.cuda.current_device())
+    for case in cases([chosen.op], chosen.shape, chosen.dtype):
+        print(f"{case.op}, {case.what}, {case.dtype}, on {where.name} ({where.arch})")
+        for c in _tune.choices(case, chosen.backend or BACKENDS, where):
+            name = f"{c['backend']} {c['direction']}: {c['kernel']}, {c['sizes']}"
+            print(f"  {name}\n    {'tuned' if c['tuned'] else 'by rule'}: {json.dumps(c['config'])}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("report", help="write the README's tables from results")
     command.add_argument("results", nargs="*", type=Path, help="results files; by default those in bench/results")
+    command.set_defaults(run=lambda chosen: report(chosen.results or sorted(_measure.RESULTS.glob("*.json"))))
+
+    shaped = argparse.ArgumentParser(add_help=False)
+    text = "an op's arguments, sizes for tensors: --shape x=8192x4096 weight=4096; by default those of all workloads"
+    shaped.add_argument("--shape", nargs="+", default=[], metavar="NAME=VALUE", help=text)
+    shaped.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    shaped.add_argument("--backend", action="append", choices=BACKENDS, help="by default both")
+
+    command = commands.add_parser("tune", parents=[shaped], help="search configurations on this GPU, and keep the fastest")
+    command.add_argument("ops", nargs="*", metavar="OP", help="by default all ops")
+    command.add_argument("--budget", type=float, default=600, metavar="SECONDS", help="time for all of it (600)")
+    command.add_argument("--folder", type=Path, help="write there, not into the packages")
+    command.add_argument("--again", action="store_true", help="tune anew what is tuned already")
+    command.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), metavar="N", help="processes that compile; 0 for none (one to a core)"
+    )
+    command.set_defaults(run=tune)
+
+    command = commands.add_parser("config", parents=[shaped], help="print which configuration an op's kernels take")
+    command.add_argument("op", metavar="OP")
+    command.add_argument("--arch", choices=offline.GPUS, help="a GPU that is elsewhere; by default this machine's")
+    command.set_defaults(run=config)
+
     chosen = parser.parse_args()
-    paths = chosen.results or sorted(p for p in _measure.RESULTS.glob("*.json"))
     try:
-        report(paths)
-    except (KeyError, OSError, ValueError) as error:
+        chosen.run(chosen)
+    except (KeyError, OSError, TypeError, ValueError) as error:
         print(f"python -m bench: {error}", file=sys.stderr)
         return 1
     return 0

@@ -15,6 +15,10 @@ from typing import Any
 
 import torch
 
+from kernels_reference._accuracy import Oracle, leaves, outputs
+from kernels_reference._op import Op
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RESULTS = Path(__file__).parent / "results"
 IMPLEMENTATIONS = ("eager", "inductor", "inductor-max-autotune", "helion", "triton")
 # Bytes a second, from the vendors' data sheets: only to predict floors on GPUs that are not here.
@@ -42,6 +46,17 @@ def flush_cache() -> None:
     """Overwrites the L2 cache, and keeps the GPU busy for half a millisecond: the host then enqueues ahead of it."""
     _cache().zero_()
     torch.cuda._sleep(1_000_000)
+
+
+def timed(op: Op[Any], fn: Callable[..., Any], right: Oracle, direction: str) -> Callable[[], Any]:
+    """The forward without gradients, or the backward of a graph that is kept."""
+    if direction == "forward":
+        return torch.no_grad()(functools.partial(fn, **right.arguments))
+    fresh = leaves(op, right.arguments)
+    live = [(r, g.to(r.dtype)) for r, g in zip(outputs(fn(**fresh)), right.incoming, strict=True) if r.requires_grad]
+    wanted = [v for v in fresh.values() if isinstance(v, torch.Tensor) and v.requires_grad]
+    results, incoming = [r for r, _ in live], [g for _, g in live]
+    return lambda: torch.autograd.grad(results, wanted, incoming, retain_graph=True)
 
 
 def host_time(fn: Callable[[], Any], calls: int = 100) -> float:

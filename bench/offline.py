@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,27 +32,20 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction, MockTensor
 
+from kernels_reference._config import Gpu
 from kernels_reference._draw import Draw
 from kernels_reference._op import Op
 
-
-@dataclass(frozen=True)
-class Gpu:
-    """What Helion and Triton ask of a GPU, and the shared memory that one block may use."""
-
-    name: str
-    processors: int
-    shared: int
-    warp: int = 32
-
-
 GPUS = {
-    "sm_80": Gpu("NVIDIA A100-SXM4-80GB", 108, 163 << 10),
-    "sm_89": Gpu("NVIDIA L4", 58, 99 << 10),
-    "sm_90": Gpu("NVIDIA H200", 132, 227 << 10),
-    "sm_100": Gpu("NVIDIA B200", 148, 227 << 10),
-    "sm_120": Gpu("NVIDIA GeForce RTX 5090", 170, 99 << 10),
-    "gfx942": Gpu("AMD Instinct MI300X", 304, 64 << 10, warp=64),
+    gpu.arch: gpu
+    for gpu in (
+        Gpu("NVIDIA A100-SXM4-80GB", "sm_80", 108, 163 << 10, 32),
+        Gpu("NVIDIA L4", "sm_89", 58, 99 << 10, 32),
+        Gpu("NVIDIA H200", "sm_90", 132, 227 << 10, 32),
+        Gpu("NVIDIA B200", "sm_100", 148, 227 << 10, 32),
+        Gpu("NVIDIA GeForce RTX 5090", "sm_120", 170, 99 << 10, 32),
+        Gpu("AMD Instinct MI300X", "gfx942", 304, 64 << 10, 16),
+    )
 }
 
 
@@ -73,17 +66,17 @@ class Compiled:
 
 
 @contextlib.contextmanager
-def stand_in(arch: str) -> Generator[list[Any]]:
+def stand_in(gpu: Gpu, *, compiles: bool = True) -> Generator[list[Any]]:
     """Pretends that this GPU is there; yields the list that kernels are added to when code launches them."""
-    gpu, amd = GPUS[arch], arch.startswith("gfx")
+    arch, amd, warp = gpu.arch, gpu.arch.startswith("gfx"), 1024 // gpu.warps
     major, minor = (9, 4) if amd else divmod(int(arch.removeprefix("sm_")), 10)
-    target = GPUTarget("hip", arch, gpu.warp) if amd else GPUTarget("cuda", major * 10 + minor, gpu.warp)
+    target = GPUTarget("hip", arch, warp) if amd else GPUTarget("cuda", major * 10 + minor, warp)
     properties = SimpleNamespace(
         name=gpu.name,
         major=major,
         minor=minor,
         multi_processor_count=gpu.processors,
-        warp_size=gpu.warp,
+        warp_size=warp,
         gcnArchName=f"{arch}:sramecc+:xnack-" if amd else "",
         total_memory=80 << 30,
         regs_per_multiprocessor=65536,
@@ -102,7 +95,7 @@ def stand_in(arch: str) -> Generator[list[Any]]:
         major=major,
         regs_per_multiprocessor=65536,
         max_threads_per_multi_processor=2048,
-        warp_size=gpu.warp,
+        warp_size=warp,
     )
     driver = SimpleNamespace(
         get_current_target=lambda: target,
@@ -114,6 +107,8 @@ def stand_in(arch: str) -> Generator[list[Any]]:
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if not compiles:
+            return None
         mocked = [MockTensor(a.dtype, list(a.shape)) if isinstance(a, Tensor) else a for a in args]
         kernel = run(self, *mocked, grid=grid, warmup=True, **options)
         compiled.append(kernel)
@@ -166,48 +161,42 @@ def resources(kernel: Any) -> tuple[int, int]:
     return int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])
 
 
-def _on_cuda(t: Tensor) -> Tensor:
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
+def on_cuda(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with tensors on the GPU, fake ones while a GPU is stood in for."""
+    return {
+        name: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="cuda") if isinstance(v, Tensor) else v
+        for name, v in arguments.items()
+    }
 
 
-def compile_op(op: Op[Any], backend: str, arch: str, workload: str, dtype: torch.dtype = torch.bfloat16) -> list[Compiled]:
-    """What the forward and the backward of an op launch for a workload, compiled for an architecture."""
+def walk(op: Op[Any], backend: str, arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Runs the kernels of an op, and says after each direction which it was."""
     kernels = getattr(importlib.import_module(f"{backend}.{op.name}"), op.name).kernels
+    bound = zip(op.arguments.names, op.arguments.bind((), arguments), strict=True)
+    values = [v for n, v in bound if n in kernels.names]
+    results = kernels.run_forward(*values)
+    yield "forward"
+    if kernels.backward is not None:
+        known = dict(zip((*kernels.names, *kernels.made), (*values, *results), strict=True))
+        grads = [known[name.removeprefix("grad_")] for name in kernels.incoming]
+        needs = [isinstance(known[name], Tensor) for name in op.grads]
+        kernels.run_backward(*grads, *(known[name] for name in kernels.saved), needs)
+        yield "backward"
+
+
+def compile_op(op: Op[Any], backend: str, gpu: Gpu, workload: str, arguments: Mapping[str, Any]) -> list[Compiled]:
+    """What the forward and the backward of an op launch with such arguments, compiled for a GPU."""
     found: list[Compiled] = []
-    arguments = op.workloads[workload](Draw("meta", dtype))
-
-    def note(direction: str, compiled: list[Any]) -> None:
-        for kernel in compiled:
-            registers, spilled = resources(kernel)
-            m = kernel.metadata
-            found.append(
-                Compiled(
-                    op.name,
-                    backend,
-                    direction,
-                    workload,
-                    m.name,
-                    registers,
-                    spilled,
-                    m.shared,
-                    m.num_warps,
-                    kernel.src.fn.fn.__code__.co_filename,
-                )
-            )
-        compiled.clear()
-
-    with stand_in(arch) as compiled, FakeTensorMode():
-        fake = {n: _on_cuda(v) if isinstance(v, Tensor) else v for n, v in arguments.items()}
-        values = [v for n, v in zip(op.arguments.names, op.arguments.bind((), fake), strict=True) if n in kernels.names]
-        results = kernels.run_forward(*values)
-        note("forward", compiled)
-        if kernels.backward is not None:
-            known = dict(zip((*kernels.names, *kernels.made), (*values, *results), strict=True))
-            grads = [known[name.removeprefix("grad_")] for name in kernels.incoming]
-            kernels.run_backward(
-                *grads, *(known[name] for name in kernels.saved), [isinstance(known[name], Tensor) for name in op.grads]
-            )
-            note("backward", compiled)
+    with stand_in(gpu) as compiled, FakeTensorMode():
+        for direction in walk(op, backend, on_cuda(arguments)):
+            for kernel in compiled:
+                m, source = kernel.metadata, kernel.src.fn.fn.__code__.co_filename
+                found.append(
+                    Compiled(
+                        op.name, backend, direction, workload, m.name, *resources(kernel), m.shared, m.num_warps, source
+                    )
+                )  # fmt: skip
+            compiled.clear()
     return found
 
 
@@ -233,7 +222,8 @@ def main() -> None:
         op = importlib.import_module(f"kernels_reference.{name}").op
         for backend in chosen.backend or ("kernels_helion", "kernels_triton"):
             for workload in op.workloads:
-                for line in compile_op(op, backend, chosen.arch, workload):
+                arguments = op.workloads[workload](Draw("meta", torch.bfloat16))
+                for line in compile_op(op, backend, GPUS[chosen.arch], workload, arguments):
                     print(json.dumps(asdict(line)), flush=True)
 
 

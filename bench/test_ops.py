@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._inductor import metrics
 
-from kernels_reference._accuracy import Error, Oracle, leaves, outputs
+from kernels_reference._accuracy import Error, Oracle
 from kernels_reference._draw import Draw
 from kernels_reference._op import Op
 
@@ -60,17 +59,6 @@ def candidate(name: str, workload: str, dtype: torch.dtype, implementation: str)
     return found
 
 
-def timed(op: Op[Any], fn: Callable[..., Any], right: Oracle, direction: str) -> Callable[[], Any]:
-    """The forward without gradients, or the backward of a graph that is kept."""
-    if direction == "forward":
-        return torch.no_grad()(functools.partial(fn, **right.arguments))
-    fresh = leaves(op, right.arguments)
-    live = [(r, g.to(r.dtype)) for r, g in zip(outputs(fn(**fresh)), right.incoming, strict=True) if r.requires_grad]
-    wanted = [v for v in fresh.values() if isinstance(v, Tensor) and v.requires_grad]
-    results, incoming = [r for r, _ in live], [g for _, g in live]
-    return lambda: torch.autograd.grad(results, wanted, incoming, retain_graph=True)
-
-
 @pytest.mark.gpu
 @pytest.mark.benchmark(timer=_measure.Tick)
 @pytest.mark.filterwarnings("ignore")  # Inductor's, such as that it splits a softmax.
@@ -87,7 +75,7 @@ def test_times(
         pytest.fail(
             f"{implementation} has {made.share:.2f} of the error that is allowed at {workload}, so no time: {made.errors}"
         )
-    run = timed(op, made.fn, right, direction)
+    run = _measure.timed(op, made.fn, right, direction)
     for _ in range(3):
         run()
     start = _measure.Tick()
@@ -98,7 +86,7 @@ def test_times(
     seconds = benchmark.stats.stats.median
     ceilings, cost = _measure.ceilings(), op.cost(**right.arguments)[direction == "backward"]
     floor = max(cost.bytes / ceilings["bandwidth"], cost.flops / ceilings["matrix_rate"])
-    graph = _measure.graph_time(lambda: timed(op, made.fn, right, direction)) if seconds < 1e-4 else None
+    graph = _measure.graph_time(lambda: _measure.timed(op, made.fn, right, direction)) if seconds < 1e-4 else None
     row: dict[str, Any] = {
         "op": op.name,
         "workload": workload,

@@ -4,23 +4,26 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from kernels_reference._op import INTERPRET
+from kernels_reference._config import gpu
 from kernels_reference.rms_norm import Casting, Opt, empty_out, op
 
 from ._kernel import Config, kernel, next_power_of_2, row_config
-
-RUNS = 4 if INTERPRET else 256
 
 
 def tile_config(grad: Tensor, x: Tensor, *_: object) -> Config:
     # Rows that do not begin at a multiple of 16 bytes are read by the element, which takes more registers.
     width = next_power_of_2(x.size(1)) if x.size(1) <= (8192 if x.size(1) % 8 == 0 else 4096) else 4096
-    step = min(max(4096 // width, 1), next_power_of_2(-(-x.size(0) // RUNS)))
-    return {"block_sizes": [step, width], "range_num_stages": [0, 3 - grad.itemsize // 4], "num_warps": -(-step * width // 512)}
+    where = gpu(x.get_device())
+    step = min(max(4096 // width, 1), next_power_of_2(-(-x.size(0) // where.processors)))
+    # As many steps ahead as half of the shared memory holds, of two tensors.
+    stages = min(1 + where.shared // (4 * step * width * grad.itemsize), 4)
+    return {"block_sizes": [step, width], "range_num_stages": [0, stages], "num_warps": -(-step * width // 512)}
 
 
 @kernel(lambda x, *_: row_config(x, most=65536 // x.itemsize, looped=8192))
-def forward(x: Tensor, weight: Opt, out: Tensor, rstd: Tensor, eps: float, offset: float, normed_dtype: torch.dtype) -> None:
+def rms_norm_fwd_kernel(
+    x: Tensor, weight: Opt, out: Tensor, rstd: Tensor, eps: float, offset: float, normed_dtype: torch.dtype
+) -> None:
     for rows in hl.tile(x.size(0)):
         wide = x[rows, :].float()
         inverse = torch.rsqrt((wide * wide).mean(dim=-1) + eps)
@@ -32,7 +35,7 @@ def forward(x: Tensor, weight: Opt, out: Tensor, rstd: Tensor, eps: float, offse
 
 
 @kernel(tile_config)
-def backward(grad_out, x, weight, rstd, dots, new_dots, grad_x, sums, offset, run, writes: hl.constexpr):
+def rms_norm_bwd_kernel(grad_out, x, weight, rstd, dots, new_dots, grad_x, sums, offset, run, writes: hl.constexpr):
     m, n = x.size()
     step = hl.register_block_size(m)
     for part, cols in hl.tile([-(-m // run), n], block_size=[1, None]):
@@ -55,25 +58,37 @@ def backward(grad_out, x, weight, rstd, dots, new_dots, grad_x, sums, offset, ru
             sums[part, cols] = total.sum(dim=0)[None, :]
 
 
+@kernel(lambda sums, out: {"block_sizes": [32], "num_warps": 8})
+def sum_parts(sums: Tensor, out: Tensor) -> None:
+    for cols in hl.tile(out.size(0)):
+        out[cols] = sums[:, cols].sum(dim=0).to(out.dtype)
+
+
 def rms_norm_fwd(x: Tensor, weight: Opt, eps: float | None, offset: float, casting: Casting) -> tuple[Tensor, Tensor]:
     out, rstd = empty_out(x, weight, eps, offset, casting), x.new_empty(x.shape[0], dtype=torch.float32)
     eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
-    forward(x, weight, out, rstd, eps, float(offset), x.dtype if casting == "llama" else torch.float32)
+    rms_norm_fwd_kernel(x, weight, out, rstd, eps, float(offset), x.dtype if casting == "llama" else torch.float32)
     return out, rstd
 
 
 def rms_norm_bwd(grad_out: Tensor, x: Tensor, weight: Opt, rstd: Tensor, offset: float, needs: list[bool]) -> tuple[Opt, Opt]:
-    (M, N), (step, width) = x.shape, tile_config(grad_out, x)["block_sizes"]
+    (M, N), (step, width) = x.shape, rms_norm_bwd_kernel.config(grad_out, x)["block_sizes"]
     blocks = -(-N // width)
-    run = -(-M * blocks // (step * RUNS)) * step
+    # A program for each processor; each has a run of rows.
+    run = -(-M * blocks // (step * gpu(x.get_device()).processors)) * step
     grad_x = torch.empty_like(x) if needs[0] else None
     sums = rstd.new_empty(-(-M // run), N) if needs[1] else None
     dots = rstd.new_empty(blocks, M) if needs[0] and blocks > 1 else None
     scale, offset = (rstd.new_ones(1).expand(N), 0.0) if weight is None else (weight, float(offset))
     if dots is not None:
-        backward(grad_out, x, scale, rstd, None, dots, None, None, offset, run, hl.constexpr("dots"))
-    backward(grad_out, x, scale, rstd, dots, None, grad_x, sums, offset, run, hl.constexpr("grad_x" if needs[0] else ""))
-    return grad_x, None if sums is None else sums.sum(0).to(scale.dtype)
+        rms_norm_bwd_kernel(grad_out, x, scale, rstd, None, dots, None, None, offset, run, hl.constexpr("dots"))
+    writes = hl.constexpr("grad_x" if needs[0] else "")
+    rms_norm_bwd_kernel(grad_out, x, scale, rstd, dots, None, grad_x, sums, offset, run, writes)
+    if sums is None:
+        return grad_x, None
+    grad_weight = torch.empty_like(scale)
+    sum_parts(sums, grad_weight)
+    return grad_x, grad_weight
 
 
 rms_norm = op.implement(rms_norm_fwd, rms_norm_bwd)

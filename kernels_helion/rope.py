@@ -26,6 +26,20 @@ def config(q: Tensor, k: Tensor, *rest: Any) -> dict[str, Any]:
     return {"block_sizes": [d, t, h if H else 1, h if K else 1], "num_warps": max(d * t * h * (2 - interleaved) // 512, 1)}
 
 
+def sizes(q: Tensor, k: Tensor, *rest: Any) -> dict[str, int]:
+    (B, H, T, D), ((interleaved, _),) = q.shape, rest[-1]
+    together = q.stride(1) < q.stride(2)
+    return {
+        "M": B * T,
+        "H": H,
+        "K": k.size(1),
+        "D": D,
+        "together": together,
+        "interleaved": interleaved,
+        "itemsize": q.itemsize,
+    }
+
+
 def load_pairs(x: Tensor, rows: list[Any], d: Any, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
     if interleaved:
         tile = hl.load(x, [*rows, d], d.index < half * 2).float()
@@ -46,7 +60,7 @@ def turn(x: Tensor, out: Tensor, rows: list[Any], d: Any, angles: Any, sizes: An
         hl.store(out, [*rows, at], hl.load(x, [*rows, at], at < x.size(-1)), at < x.size(-1))
 
 
-@kernel(config)
+@kernel(config, sizes)
 def rope_kernel(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor, sizes: Any, options: Any) -> None:
     G, H, K, half, width, backward = sizes
     for g, b, d, t in hl.tile([G, q.size(0), width, q.size(2)], block_size=[1, 1, None, None]):

@@ -1,4 +1,4 @@
-"""Softmax: a row stays on the chip where it fits, and is read twice where it does not."""
+"""Softmax: a row stays on the chip where it fits, and is read twice, the second time backwards, where it does not."""
 
 from typing import Any
 
@@ -6,47 +6,71 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
+from kernels_reference._config import gpu
 from kernels_reference.softmax import op
 
-from ._kernel import kernel, row_config
+from ._kernel import kernel, next_power_of_2, row_config
+from ._online import finite, online_step, scaled
 
-WHOLE_ROW = 16384
+LONG_FORWARD, LONG_BACKWARD = 65536, 32768
+"""From as many bytes on, a row does not stay on the chip."""
+THREADS = 1024
+"""They work on a long row, and read 16 bytes each at once."""
 
 
-def looped_config(x: Tensor, *_: Any) -> dict[str, Any]:
-    return {"block_sizes": [1, 8192, 8192], "num_warps": 16}
+def whole_config(x: Tensor, *_: Any) -> dict[str, Any]:
+    where, row = gpu(x.get_device()), next_power_of_2(x.size(1)) * x.itemsize
+    config = row_config(x, most=32768)
+    config["num_warps"] = min(config["num_warps"], 16)
+    if 32768 < row and 2 * row < where.shared and x.size(0) > 2 * where.processors:
+        # There is room for one program, which reads the next row while it works on this one.
+        config |= {"pid_type": "persistent_interleaved", "range_num_stages": [3]}
+    return config
 
 
-@kernel(lambda x: row_config(x, most=WHOLE_ROW))
+def long_config(x: Tensor, *_: Any) -> dict[str, Any]:
+    return {"block_sizes": [1], "num_warps": gpu(x.get_device()).warps}
+
+
+@kernel(whole_config)
 def softmax_whole(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     for rows in hl.tile(x.size(0)):
-        out[rows, :] = torch.softmax(x[rows, :].float(), dim=-1).to(out.dtype)
+        block = x[rows, :].float()
+        block = block - block.amax(dim=1, keepdim=True)
+        # The fast one rounds its argument, which float32 would show.
+        e = torch.exp(block) if x.dtype == torch.float32 else torch.exp2(scaled(block))
+        out[rows, :] = (e / e.sum(dim=1, keepdim=True)).to(out.dtype)
     return out
 
 
-@kernel(looped_config)
-def softmax_looped(x: Tensor) -> Tensor:
+@kernel(long_config)
+def softmax_long(x: Tensor, lanes: int) -> Tensor:
     m, n = x.size()
     out = torch.empty_like(x)
+    lanes = hl.specialize(lanes)
     for rows in hl.tile(m):
-        running_max = hl.full([rows], float("-inf"), dtype=torch.float32)
-        running_sum = hl.zeros([rows], dtype=torch.float32)
-        for cols in hl.tile(n):
-            block = x[rows, cols].float()
-            new_max = torch.maximum(running_max, torch.amax(block, dim=1))
-            # A row that begins with -inf has no finite maximum yet; subtracting it from itself would make NaN.
-            shift = torch.where(new_max == float("-inf"), 0.0, new_max)
-            running_sum = running_sum * torch.exp(running_max - shift) + torch.exp(block - shift[:, None]).sum(dim=1)
-            running_max = new_max
-        for cols in hl.tile(n):
-            block = x[rows, cols].float()
-            out[rows, cols] = (torch.exp(block - running_max[:, None]) / running_sum[:, None]).to(out.dtype)
+        highest = hl.full([rows, lanes], float("-inf"), dtype=torch.float32)
+        total = hl.zeros([rows, lanes])
+        for cols in hl.tile(n, block_size=4 * lanes):
+            block = hl.load(x, [rows, cols], eviction_policy="evict_last").float()
+            block = torch.where((cols.index < n)[None, :], block, float("-inf")).view(rows.block_size, 4, lanes)
+            highest, total = online_step(highest, total, block)
+        shift = finite(torch.amax(highest, dim=1))
+        row_total = (total * torch.exp2(highest - shift[:, None])).sum(dim=1)
+        # The difference is 0, but of a row with +inf it is NaN.
+        scale = 1.0 / (row_total + (row_total - row_total))
+        for cols in hl.tile(n, block_size=4 * lanes):
+            # What was read last is still in the cache.
+            at = (n - 1) // (4 * lanes) * (4 * lanes) - cols.begin + hl.arange(4 * lanes)
+            block = hl.load(x, [rows, at], at < n, eviction_policy="evict_first").float()
+            value = torch.exp2(scaled(block) - shift[:, None]) * scale[:, None]
+            hl.store(out, [rows, at], value.to(out.dtype), at < n)
     return out
 
 
-@kernel(lambda grad_out, out: row_config(out))
-def softmax_bwd(grad_out: Tensor, out: Tensor) -> Tensor:
+@kernel(lambda grad_out, out: row_config(out, most=16384))
+def softmax_bwd_whole(grad_out: Tensor, out: Tensor) -> Tensor:
     grad_x = torch.empty_like(out)
     for rows in hl.tile(out.size(0)):
         y = out[rows, :].float()
@@ -55,8 +79,36 @@ def softmax_bwd(grad_out: Tensor, out: Tensor) -> Tensor:
     return grad_x
 
 
+@kernel(long_config)
+def softmax_bwd_long(grad_out: Tensor, out: Tensor, lanes: int) -> Tensor:
+    m, n = out.size()
+    grad_x = torch.empty_like(out)
+    lanes = hl.specialize(lanes)
+    for rows in hl.tile(m):
+        dot = hl.zeros([rows, lanes])
+        for cols in hl.tile(n, block_size=2 * lanes):
+            g = hl.load(grad_out, [rows, cols], eviction_policy="evict_last").float()
+            y = hl.load(out, [rows, cols], eviction_policy="evict_last").float()
+            dot = dot + (g * y).view(rows.block_size, 2, lanes).sum(dim=1)
+        row_dot = dot.sum(dim=1)
+        for cols in hl.tile(n, block_size=2 * lanes):
+            at = (n - 1) // (2 * lanes) * (2 * lanes) - cols.begin + hl.arange(2 * lanes)
+            g = hl.load(grad_out, [rows, at], at < n, eviction_policy="evict_first").float()
+            y = hl.load(out, [rows, at], at < n, eviction_policy="evict_first").float()
+            hl.store(grad_x, [rows, at], (y * (g - row_dot[:, None])).to(grad_x.dtype), at < n)
+    return grad_x
+
+
 def softmax_fwd(x: Tensor) -> Tensor:
-    return softmax_whole(x) if x.size(1) <= WHOLE_ROW else softmax_looped(x)
+    if x.size(1) * x.itemsize <= LONG_FORWARD:
+        return softmax_whole(x)
+    return softmax_long(x, THREADS * 16 // x.itemsize)
+
+
+def softmax_bwd(grad_out: Tensor, out: Tensor) -> Tensor:
+    if out.size(1) * out.itemsize <= LONG_BACKWARD:
+        return softmax_bwd_whole(grad_out, out)
+    return softmax_bwd_long(grad_out, out, THREADS * 16 // out.itemsize)
 
 
 softmax = op.implement(softmax_fwd, softmax_bwd)

@@ -8,22 +8,29 @@ from torch import Tensor
 
 from kernels_reference.swiglu import op, split
 
-from ._kernel import kernel, next_power_of_2
+from ._kernel import kernel, next_power_of_2, rows_and_columns
 
 Maybe = Tensor | None
+
+
+def column_major(*tensors: Maybe) -> bool:
+    return any(t is not None and t.stride(0) == 1 for t in tensors)
+
+
+def sizes(*tensors: Any) -> dict[str, int]:
+    return {**rows_and_columns(*tensors), "column_major": column_major(*tensors)}
 
 
 def tile_config(out: Tensor, *others: Maybe, tile: int = 1024) -> dict[str, Any]:
     M, N = out.shape
     # Powers of two that divide N leave no lane idle; a column-major tensor wants rows side by side.
-    column_major = any(t is not None and t.stride(0) == 1 for t in (out, *others))
-    wide = tile if M == 1 else 32 if column_major else max(N & -N, 256)
+    wide = tile if M == 1 else 32 if column_major(out, *others) else max(N & -N, 256)
     # A dimension of 1 takes a block of 1: Helion 1.5.0 lets every lane store to it, those beyond the end too.
     block_n = min(wide, next_power_of_2(N), tile)
     return {"block_sizes": [1 if M == 1 else tile // block_n, block_n], "loop_orders": [[1, 0]], "num_warps": 4}
 
 
-@kernel(tile_config)
+@kernel(tile_config, sizes)
 def swiglu_fwd_kernel(out: Tensor, gate: Tensor, up: Maybe) -> None:
     for rows, cols in hl.tile(out.size()):
         if up is None:
@@ -33,7 +40,7 @@ def swiglu_fwd_kernel(out: Tensor, gate: Tensor, up: Maybe) -> None:
         out[rows, cols] = (x * torch.sigmoid(x) * y).to(out.dtype)
 
 
-@kernel(tile_config)
+@kernel(tile_config, sizes)
 def swiglu_bwd_kernel(grad_out: Tensor, gate: Tensor, up: Maybe, grad_gate: Maybe, grad_up: Maybe) -> None:
     for rows, cols in hl.tile(grad_out.size()):
         if up is None:

@@ -17,8 +17,9 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ._arguments import PLAIN, Arguments
+from ._arguments import Arguments
 from ._draw import Draw
+from ._replay import PLAIN, Replays, layout, recording
 from ._rows import Rows
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -89,37 +90,63 @@ class Op(Generic[F]):
         arguments, kernels = self.arguments, _Kernels(self, forward, backward)
         dim_at = arguments.position.get("dim", -1) if self.rows else -1
 
-        @functools.wraps(self.fn)
-        def public(*args: Any, **kwargs: Any) -> Any:
-            values = arguments.bind(args, kwargs)
+        def refuse(values: list[Any]) -> None:
             arguments.refuse(values)
             tensors = [value for value in values if isinstance(value, Tensor)]
-            device = tensors[0].device
-            plain, empty, grad = True, False, False
             for t in tensors:
-                if t.device != device:
+                if t.device != tensors[0].device:
                     self._refuse_devices(tensors[0], t, values)
-                plain = plain and type(t) in PLAIN
-                empty = empty or t.numel() == 0
-                grad = grad or t.requires_grad
-            if device.type != "cuda" and not INTERPRET:
+            if not (tensors[0].is_cuda or INTERPRET):
                 raise ValueError(
-                    f"{self.name}: {arguments.names[0]} must be on a GPU, got {device}. To run without one, set "
+                    f"{self.name}: {arguments.names[0]} must be on a GPU, got {tensors[0].device}. To run without one, set "
                     "TRITON_INTERPRET=1 before the import: the kernels then run, slowly, under Triton's interpreter"
                 )
             self.check(*values)
-            if self.autocast is not None and torch.is_autocast_enabled(device.type):
+
+        def perform(values: list[Any]) -> Any:
+            tensors = [value for value in values if isinstance(value, Tensor)]
+            if self.autocast is not None and torch.is_autocast_enabled(tensors[0].device.type):
                 for name, value in self.autocast(*values).items():
                     values[arguments.position[name]] = value
-            if empty:
+            if any(t.numel() == 0 for t in tensors):
                 return self.fn(**dict(zip(arguments.names, values, strict=True)))
             if dim_at < 0:
-                return kernels(values, plain, grad)
+                return kernels(values)
             dim = values.pop(dim_at)
             if dim in (-1, values[0].ndim - 1):
-                return kernels(values, plain, grad)
+                return kernels(values)
             values[0] = values[0].movedim(dim, -1)
-            return kernels(values, plain, grad).movedim(-1, dim)
+            return kernels(values).movedim(-1, dim)
+
+        replays, direct = Replays(lambda *values: perform(list(values))), set[Any]()
+        kernels.replays.append(replays)
+
+        @functools.wraps(self.fn)
+        def public(*args: Any, **kwargs: Any) -> Any:
+            if _watched():
+                values = arguments.bind(args, kwargs)
+                refuse(values)
+                return perform(values)
+            key, tensors = layout((*args, *kwargs.values()))
+            autocast = False
+            if key is not None and tensors:
+                autocast = self.autocast is not None and torch.is_autocast_enabled(tensors[0].device.type)
+                key = (torch.is_grad_enabled(), autocast, *kwargs, *key)
+            call = replays.find(key)
+            if call is not None and call.device >= 0:
+                return call(tensors)
+            values = arguments.bind(args, kwargs)
+            if not (key in direct and tensors[0].is_cuda):  # On a CPU a check looks at contents, too.
+                refuse(values)
+            if call is not None:
+                return call(tensors)
+            if key in direct:
+                return kernels.direct.apply(*(values if dim_at < 0 else values[:dim_at] + values[dim_at + 1 :]))
+            result = replays.run(key, tensors, values)
+            first = result[0] if isinstance(result, tuple) else result
+            if key is not None and not autocast and isinstance(first.grad_fn, kernels.direct._backward_cls):
+                direct.add(key)
+            return result
 
         public.__module__ = forward.__module__
         public.kernels = kernels  # type: ignore[attr-defined]
@@ -138,7 +165,8 @@ class _Kernels:
         self.inputs = [a for a in op.arguments.all if not (op.rows and a.name == "dim")]
         self.names = [a.name for a in self.inputs]
         self.made = {**op.outputs, **op.extras}
-        self.visible = len(op.outputs)
+        asked = [f"return_{name}" for name in op.outputs]
+        self.asked_at = [self.names.index(name) if name in self.names else None for name in asked]
         self.differentiable = [self.names.index(name) for name in op.grads]
         self.given = list(inspect.signature(backward).parameters) if backward else []
         self.incoming = [name for name in self.given if name.startswith("grad_") and name[5:] in op.outputs]
@@ -146,32 +174,43 @@ class _Kernels:
         unknown = {*self.saved} - {*self.names, *self.made}
         if backward and (unknown := unknown | {*op.grads.values()} - {*self.given}):
             raise TypeError(f"{op.name}: the backward's parameters must name what the op has: {sorted(unknown)}")
+        known = [*self.names, *self.made]
+        self.saved_at = [known.index(name) for name in self.saved]
+        self.incoming_at = [list(op.outputs).index(name[5:]) for name in self.incoming]
         self.rows, self.back_rows = Rows(op.rows, self.names), Rows(op.rows, self.given)
+        self.replay_forward, self.replay_backward = Replays(self.run_forward), Replays(self.run_backward)
+        self.replays = [self.replay_forward, self.replay_backward]
         self._register()
 
         class Direct(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, *values: Any) -> Any:
-                results = self.run_forward(*values)
+                results = self.replay_forward(*values)
                 self._save(ctx, values, results)
                 return self._returned(values, results)
 
             @staticmethod
             def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-                return self._gradients(ctx, dict(zip(op.returned(ctx.options), grads, strict=True)))
+                return self._gradients(ctx, grads if len(grads) == len(op.outputs) else self._spread(ctx, grads))
 
         self.direct = Direct
 
+    def forget(self) -> None:
+        """Lets every next call run anew, as with another configuration."""
+        for replays in self.replays:
+            replays.forget()
+
     # The doors.
 
-    def __call__(self, values: list[Any], plain: bool, grad: bool) -> Any:
-        grad = grad and torch.is_grad_enabled()
+    def __call__(self, values: list[Any]) -> Any:
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if grad:
             self._refuse_fixed(values)
-        if not plain or _watched():
+        if _watched() or not all(type(t) in PLAIN for t in tensors):
+            if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+                raise RuntimeError(f"{self.op.name}: torch.func transforms are not supported; use torch.autograd")
             return self._returned(values, self.registered(*values))
-        if torch._C._are_functorch_transforms_active():
-            raise RuntimeError(f"{self.op.name}: torch.func transforms are not supported; use torch.autograd")
         if grad:
             return self.direct.apply(*values)
         return self._returned(values, self.run_forward(*values))
@@ -181,14 +220,16 @@ class _Kernels:
             if isinstance(value, Tensor) and value.requires_grad and (name not in self.op.grads or self.backward is None):
                 raise ValueError(f"{self.op.name}: {name} must not require grad, for it gets none; got requires_grad=True")
 
+    def _returns(self, values: Sequence[Any]) -> Sequence[int]:
+        """The positions among the outputs of those that the caller sees."""
+        return [i for i, at in enumerate(self.asked_at) if at is None or values[at]]
+
     def _returned(self, values: Sequence[Any], results: Any) -> Any:
         """What the caller sees of the outputs and extras."""
-        results = results if isinstance(results, (tuple, list)) else (results,)
-        if self.visible == 1:
-            return results[0]
-        names = self.op.returned(dict(zip(self.names, values, strict=True)))
-        kept = tuple(result for name, result in zip(self.made, results, strict=True) if name in names)
-        return kept[0] if len(kept) == 1 else kept
+        if isinstance(results, Tensor):
+            return results
+        kept = [results[i] for i in self._returns(values)]
+        return kept[0] if len(kept) == 1 else tuple(kept)
 
     def _register(self) -> None:
         op, space = self.op, self.forward.__module__.partition(".")[0]
@@ -209,33 +250,44 @@ class _Kernels:
             self._save(ctx, inputs, results)
 
         def gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-            returned = op.returned(ctx.options)
-            return self._gradients(ctx, {n: g for n, g in zip(self.made, grads, strict=True) if n in returned})
+            return self._gradients(ctx, self._spread(ctx, [grads[i] for i in ctx.returned]))
 
         returns = "Tensor" if len(self.made) == 1 else f"({', '.join(['Tensor'] * len(self.made))})"
         schemas = {a.name: a.schema for a in self.inputs}
-        self.registered = define(op.name, [*schemas.values()], returns, _alone(self.run_forward), _alone(self.fake_forward))
+        self.registered = define(op.name, [*schemas.values()], returns, _alone(self.replay_forward), _alone(self.fake_forward))
         if self.backward is not None:
             back = f"{op.name}_backward"
             takes = (
                 [f"Tensor? {n}" for n in self.incoming] + [schemas.get(n, f"Tensor {n}") for n in self.saved] + ["bool[] needs"]
             )
-            self.registered_backward = define(back, takes, "Tensor[]", self.run_backward, self.fake_backward)
+            self.registered_backward = define(
+                back,
+                takes,
+                "Tensor[]",
+                lambda *values: self.replay_backward(*values[:-1], tuple(values[-1])),
+                self.fake_backward,
+            )
             torch.library.register_autograd(f"{space}::{op.name}", gradients, setup_context=save, lib=library)
             torch.library.register_autograd(f"{space}::{back}", refuse, lib=library)
 
     def _save(self, ctx: Any, values: Sequence[Any], results: Sequence[Tensor]) -> None:
-        known = {**dict(zip(self.names, values, strict=True)), **dict(zip(self.made, results, strict=True))}
-        ctx.options = {name: value for name, value in known.items() if not isinstance(value, Tensor)}
-        ctx.tensors = [name for name in self.saved if name not in ctx.options]
-        ctx.save_for_backward(*(known[name] for name in ctx.tensors))
+        known = (*values, *results)
+        kept = [known[i] for i in self.saved_at]
+        ctx.returned, ctx.others = self._returns(values), [None if isinstance(v, Tensor) else v for v in kept]
+        ctx.save_for_backward(*[v if isinstance(v, Tensor) else None for v in kept])
 
-    def _gradients(self, ctx: Any, grads: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
-        known = {**ctx.options, **dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))}
-        needs = [ctx.needs_input_grad[i] for i in self.differentiable]
+    def _spread(self, ctx: Any, grads: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of the outputs that the caller saw, None for the others."""
+        known = dict(zip(ctx.returned, grads, strict=True))
+        return [known.get(i) for i in range(len(self.op.outputs))]
+
+    def _gradients(self, ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        incoming = [grads[i] for i in self.incoming_at]
+        kept = [other if t is None else t for t, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
+        needs = tuple([ctx.needs_input_grad[i] for i in self.differentiable])
         # With create_graph the registered door records the graph, so that a second derivative is refused by name.
-        run = self.registered_backward if torch.is_grad_enabled() or _watched() else self.run_backward
-        found = iter(run(*(grads.get(name[5:]) for name in self.incoming), *(known[name] for name in self.saved), needs))
+        run = self.registered_backward if torch.is_grad_enabled() or _watched() else self.replay_backward
+        found = iter(run(*incoming, *kept, needs))
         result: list[Tensor | None] = [None] * len(self.inputs)
         for i, need in zip(self.differentiable, needs, strict=True):
             result[i] = next(found) if need else None
@@ -297,8 +349,13 @@ class _Kernels:
 
 
 def _watched() -> bool:
-    """Whether a compiler or a dispatch mode has to see the call. PyTorch has no public query of the modes that is cheap."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    """Whether something has to see the call as an operator. PyTorch has no public and cheap query of most of these."""
+    return (
+        torch.compiler.is_compiling()
+        or (torch._C._len_torch_dispatch_stack() > 0 and not recording())
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 def _alone(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:

@@ -72,14 +72,6 @@ def reduced(losses: Tensor, weights: Tensor, reduction: str) -> Tensor:
     return losses.sum() / weights.sum() if reduction == "mean" else losses.sum()
 
 
-def combined(parts: Tensor, reduction: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """For kernels: the loss, and what rows are divided by, from each row's weight, count, loss and z-loss, (M, 4)."""
-    weights, losses = (parts if reduction == "none" else parts.sum(0)).chunk(2, -1)
-    if reduction == "mean":
-        return (losses / weights).sum().to(dtype), weights
-    return losses.sum(-1).to(dtype), parts.new_ones(2)
-
-
 def check(logits, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap, dtype, return_lse) -> None:
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"cross_entropy: logits must have one class or more, got shape {tuple(logits.shape)}")
@@ -164,7 +156,7 @@ op = Op(
         ),
         "lse": lambda logits, target, *_: logits.new_empty(target.shape, dtype=torch.float32),
     },
-    # The sum of the targets' weights and the number of rows that count, for "mean"; otherwise ones.
+    # What weighted losses and z-losses are divided by: for "mean" the sum of the targets' weights and the number of rows.
     extras={"total": lambda logits, *_: logits.new_empty(2, dtype=torch.float32)},
     grads={"logits": "logits"},
     rows={"logits": 1, "target": 0, "out": 0, "lse": 0},

@@ -1,8 +1,12 @@
-"""Launching kernels, with block sizes that fit every GPU and are chosen in constant time from a shape."""
+"""Launching kernels, and choosing their configurations."""
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from kernels_reference import _replay
+from kernels_reference._config import Choice, Config, Store
 from kernels_reference._op import INTERPRET
 
 # Triton 3.9 warns, at a first compilation, that 3.10 will no longer contract products and sums unless it is told to.
@@ -13,9 +17,20 @@ if INTERPRET:
 
     fill_in()
 
+STORE = Store("kernels_triton", Path(__file__).parent / "configs")
+
+
+def configured(**space: tuple[int, ...]) -> Callable[[Callable[..., Config]], Choice]:
+    """A rule gives a sound configuration for a GPU and sizes; the choice is what is tuned, else that. A tuner tries `space`."""
+    return lambda rule: Choice(STORE, rule, space)
+
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, num_stages: int = 3) -> None:
-    kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages)
+    _replay.launch(_run, kernel, grid, *arguments, num_warps=num_warps, num_stages=num_stages)
+
+
+def _run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
+    return kernel[grid](*arguments, **options)
 
 
 def next_power_of_2(n: int) -> int:

@@ -6,11 +6,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from kernels_reference.cross_entropy import combined, op
+from kernels_reference._config import Gpu
+from kernels_reference.cross_entropy import op
 
-from ._launch import launch, next_power_of_2
-
-LOG2E = tl.constexpr(1.4426950408889634)
+from ._launch import configured, launch, next_power_of_2
+from ._online import LOG2E, finite, online_step
 
 
 @triton.jit
@@ -33,17 +33,12 @@ def look_up(rows, M, V, target_ptr, target_stride, weight_ptr, weight_stride, ig
 
 
 @triton.jit
-def finite(highest):
-    """What to subtract: not an infinite maximum, since inf - inf is NaN."""
-    return tl.where(tl.abs(highest) == float("inf"), 0.0, highest)
-
-
-@triton.jit
 def cross_entropy_fwd_kernel(
     logits_ptr, logits_stride_m, logits_stride_v,  # (M, V)
     target_ptr, target_stride,  # (M,)
     weight_ptr, weight_stride, weight_sum_ptr,  # (V,) and one element, or None
-    lse_ptr, parts_ptr,  # (M,), and (M, 4): weight, count, loss and z-loss
+    lse_ptr, out_ptr, total_ptr,  # (M,), (M,), (2,)
+    parts_ptr,  # (4, programs), sums of weight, count, loss and z-loss; None where each row has its own loss
     M, V, ignore_index, label_smoothing, z_loss, softcap,  # the last three None where there is none
     EVERY_LSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -52,7 +47,6 @@ def cross_entropy_fwd_kernel(
     read = rows < M if EVERY_LSE else counts
     logits_ptr += rows * logits_stride_m
     at_target = read_logits(logits_ptr + target * logits_stride_v, counts, softcap)
-    # Each lane keeps the maximum (in units of log(2)) and sum of its four elements of a tile: no step waits for other warps.
     LANES: tl.constexpr = BLOCK_V // 4
     highest = tl.full((BLOCK_M, LANES), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M, LANES), tl.float32)
@@ -67,11 +61,7 @@ def cross_entropy_fwd_kernel(
             if weight_ptr is not None:
                 weighted *= tl.load(weight_ptr + cols.to(tl.int64) * weight_stride, cols < V, other=0.0).to(tl.float32)
             smooth += tl.sum(weighted, 1)
-        z = tl.where(mask, z, float("-inf"))
-        before = highest
-        highest = tl.maximum(highest, tl.max(z, 1) * LOG2E)
-        shift = finite(highest)
-        total = total * tl.exp2(before - shift) + tl.sum(tl.exp2(tl.fma(z, LOG2E, -shift[:, None, :])), 1)
+        highest, total = online_step(highest, total, tl.where(mask, z, float("-inf")), 1)
     shift = finite(tl.max(highest, 1))
     log = tl.log2(tl.sum(total * tl.exp2(highest - shift[:, None]), 1))
     lse = (log + shift) / LOG2E
@@ -80,12 +70,38 @@ def cross_entropy_fwd_kernel(
     if label_smoothing is not None:
         weight_sum = V * 1.0 if weight_ptr is None else tl.load(weight_sum_ptr)
         loss += label_smoothing * ((weight_sum * lse - tl.sum(smooth, 1)) / V - loss)
+    loss = tl.where(counts, loss, 0.0)
+    z_part = tl.where(counts, 0.0 if z_loss is None else z_loss * lse * lse, 0.0)
     tl.store(lse_ptr + rows, lse, rows < M)
-    parts_ptr += rows * 4
-    tl.store(parts_ptr, weight, rows < M)
-    tl.store(parts_ptr + 1, counts.to(tl.float32), rows < M)
-    tl.store(parts_ptr + 2, tl.where(counts, loss, 0.0), rows < M)
-    tl.store(parts_ptr + 3, tl.where(counts, 0.0 if z_loss is None else z_loss * lse * lse, 0.0), rows < M)
+    if parts_ptr is None:
+        tl.store(out_ptr + rows, loss + z_part, rows < M)
+        tl.store(total_ptr + tl.arange(0, 2), 1.0)
+    else:
+        parts_ptr += tl.program_id(0)
+        tl.store(parts_ptr, tl.sum(weight, 0))
+        tl.store(parts_ptr + tl.num_programs(0), tl.sum(counts.to(tl.float32), 0))
+        tl.store(parts_ptr + tl.num_programs(0) * 2, tl.sum(loss, 0))
+        tl.store(parts_ptr + tl.num_programs(0) * 3, tl.sum(z_part, 0))
+
+
+@triton.jit
+def reduce_kernel(
+    parts_ptr,  # (4, N), sums of weight, count, loss and z-loss
+    out_ptr, total_ptr,  # one element, and (2,), what losses and z-losses are divided by
+    N, MEAN: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    out = 0.0
+    for pair in tl.static_range(2):  # type: ignore
+        weight = tl.zeros((BLOCK_N,), tl.float32)
+        loss = tl.zeros((BLOCK_N,), tl.float32)
+        for start in range(0, N, BLOCK_N):
+            cols = start + tl.arange(0, BLOCK_N)
+            weight += tl.load(parts_ptr + pair * N + cols, cols < N, other=0.0)
+            loss += tl.load(parts_ptr + (pair + 2) * N + cols, cols < N, other=0.0)
+        total = tl.sum(weight, 0) if MEAN else 1.0
+        tl.store(total_ptr + pair, total)
+        out += tl.sum(loss, 0) / total  # pyright: ignore
+    tl.store(out_ptr, out)
 
 
 @triton.jit
@@ -134,10 +150,29 @@ def cross_entropy_bwd_kernel(
     tl.store(grad_logits_ptr, tl.where(read[:, None], grad, 0.0), (rows < M)[:, None] & (cols < V))
 
 
-def blocks(M: int, V: int, most: int) -> tuple[int, int]:
-    """Rows and columns of a tile; short rows share one where there are enough to fill a GPU."""
+SPACE: dict[str, tuple[int, ...]] = {
+    "BLOCK_M": (1, 2, 4, 8, 16, 32, 64),
+    "BLOCK_V": (1024, 2048, 4096, 8192, 16384, 32768),
+    "num_warps": (2, 4, 8, 16, 32),
+}
+
+
+def blocks(M: int, V: int, most: int) -> dict[str, int]:
+    """Short rows share a tile where there are enough to fill a GPU."""
     width = min(max(next_power_of_2(V), 4), most)
-    return max(1, min(4096 // width, next_power_of_2(M) // 512, 64)), width
+    rows = max(1, min(4096 // width, next_power_of_2(M) // 512, 64))
+    return {"BLOCK_M": rows, "BLOCK_V": width, "num_warps": max(width // 1024, 4)}
+
+
+@configured(**SPACE)
+def cross_entropy_fwd_config(where: Gpu, M: int, V: int, itemsize: int) -> dict[str, int]:
+    wide = blocks(M, V, 4096 if M > 256 else 32768)  # Few rows take wide programs.
+    return wide | {"num_warps": min(wide["num_warps"], where.warps)}
+
+
+@configured(**SPACE)
+def cross_entropy_bwd_config(where: Gpu, M: int, V: int, itemsize: int) -> dict[str, int]:
+    return blocks(M, V, 4096)
 
 
 def weights(weight: Tensor | None, label_smoothing: float) -> tuple[Tensor | None, int, Tensor | None]:
@@ -150,15 +185,19 @@ def cross_entropy_fwd(
     logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float,
     z_loss: float, softcap: float | None, dtype: torch.dtype | None, return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    M, V = logits.shape
-    lse, parts = logits.new_empty(M, dtype=torch.float32), logits.new_empty(M, 4, dtype=torch.float32)
-    block_m, width = blocks(M, V, 4096 if M > 256 else 32768)  # Few rows take wide programs.
+    (M, V), alone = logits.shape, reduction == "none"
+    config = cross_entropy_fwd_config(logits.get_device(), M, V, logits.itemsize)
+    programs = triton.cdiv(M, config["BLOCK_M"])
+    lse, total = logits.new_empty(M, dtype=torch.float32), logits.new_empty(2, dtype=torch.float32)
+    out = logits.new_empty(M if alone else (), dtype=dtype or logits.dtype)
+    parts = None if alone else lse.new_empty(4, programs)
     launch(
-        cross_entropy_fwd_kernel, (-(-M // block_m),), logits, *logits.stride(), target, target.stride(0),
-        *weights(weight, label_smoothing), lse, parts, M, V, ignore_index, label_smoothing or None, z_loss or None, softcap,
-        return_lse, block_m, width, num_warps=max(width // 1024, 4),
+        cross_entropy_fwd_kernel, (programs,), logits, *logits.stride(), target, target.stride(0),
+        *weights(weight, label_smoothing), lse, out, total, parts, M, V, ignore_index, label_smoothing or None, z_loss or None,
+        softcap, return_lse, config["BLOCK_M"], config["BLOCK_V"], num_warps=config["num_warps"],
     )  # fmt: skip
-    out, total = combined(parts, reduction, dtype or logits.dtype)
+    if parts is not None:
+        launch(reduce_kernel, (1,), parts, out, total, programs, reduction == "mean", 4096, num_warps=16)
     return out, lse, total
 
 
@@ -167,12 +206,14 @@ def cross_entropy_bwd(
     total: Tensor, ignore_index: int, reduction: str, label_smoothing: float, z_loss: float, softcap: float | None,
 ) -> tuple[Tensor]:  # fmt: skip
     (M, V), grad_logits = logits.shape, torch.empty_like(logits)
-    block_m, block_v = blocks(M, V, 4096)
+    config = cross_entropy_bwd_config(logits.get_device(), M, V, logits.itemsize)
+    block_m, block_v = config["BLOCK_M"], config["BLOCK_V"]
     launch(
-        cross_entropy_bwd_kernel, (-(-M // block_m) * -(-V // block_v),),
+        cross_entropy_bwd_kernel, (triton.cdiv(M, block_m) * triton.cdiv(V, block_v),),
         grad_out, grad_out.stride(0) if grad_out.ndim else 0, grad_lse, 0 if grad_lse is None else grad_lse.stride(0),
         logits, *logits.stride(), target, target.stride(0), *weights(weight, label_smoothing), lse, total, grad_logits,
         *grad_logits.stride(), M, V, ignore_index, label_smoothing or None, z_loss or None, softcap, block_m, block_v,
+        num_warps=config["num_warps"],
     )  # fmt: skip
     return (grad_logits,)
 

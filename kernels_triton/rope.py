@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels_reference._config import Gpu
 from kernels_reference.rope import op
 
-from ._launch import launch, next_power_of_2
+from ._launch import configured, launch, next_power_of_2
 
 
 @triton.jit
@@ -48,44 +49,20 @@ def rope_kernel(
     sin_ptr,  # (B, T, R)
     q_out_ptr,  # (B, H, T, D)
     k_out_ptr,  # (B, K, T, D)
-    B,
-    H,
-    K,
-    T,
-    D,
+    B, H, K, T, D,
     half,  # R / 2
     heads,  # of H + K, to a program
     groups,  # of heads
     columns,  # blocks of pairs and of what passes through
-    q_stride_b,
-    q_stride_h,
-    q_stride_t,
-    q_stride_d,
-    k_stride_b,
-    k_stride_h,
-    k_stride_t,
-    k_stride_d,
-    cos_stride_b,
-    cos_stride_t,
-    cos_stride_d,
-    sin_stride_b,
-    sin_stride_t,
-    sin_stride_d,
-    q_out_stride_b,
-    q_out_stride_h,
-    q_out_stride_t,
-    q_out_stride_d,
-    k_out_stride_b,
-    k_out_stride_h,
-    k_out_stride_t,
-    k_out_stride_d,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BACKWARD: tl.constexpr,
-):
+    q_stride_b, q_stride_h, q_stride_t, q_stride_d,
+    k_stride_b, k_stride_h, k_stride_t, k_stride_d,
+    cos_stride_b, cos_stride_t, cos_stride_d,
+    sin_stride_b, sin_stride_t, sin_stride_d,
+    q_out_stride_b, q_out_stride_h, q_out_stride_t, q_out_stride_d,
+    k_out_stride_b, k_out_stride_h, k_out_stride_t, k_out_stride_d,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
     # Programs that share angles are neighbours: all heads of some positions, then the same positions of the next batch.
     pid = tl.program_id(0)
     start, column, block = pid % groups * heads, pid // groups % columns, pid // (groups * columns)
@@ -122,23 +99,29 @@ def rope_kernel(
             store_pairs(out_heads, y1, y2, live, first, half, out_stride_d, BLOCK_D, INTERLEAVED)
 
 
+@configured(TILE=(512, 1024, 2048, 4096, 8192), PER_WARP=(128, 256, 512, 1024, 2048), PROGRAMS=(512, 1024, 2048, 4096, 8192))
+def rope_config(where: Gpu, M: int, H: int, D: int, itemsize: int, interleaved: bool) -> dict[str, int]:
+    return {"TILE": 2048, "PER_WARP": 512, "PROGRAMS": 2048}
+
+
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, backward: bool, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     q_out, k_out = (torch.empty_like(x) if need else None for x, need in zip((q, k), needs, strict=True))
     (B, _, T, D), R = q.shape, cos.shape[-1]
     heads_q, heads_k = q.shape[1] * needs[0], k.shape[1] * needs[1]
+    config = rope_config(q.get_device(), B * T, heads_q + heads_k, D, q.itemsize, interleaved)
     block_d = min(next_power_of_2(R // 2), 256)
     block_rest = min(next_power_of_2(D - R), max(block_d * 2, 128)) if R < D else 0
     columns = max(triton.cdiv(R, block_d * 2), triton.cdiv(D - R, max(block_rest, 1)))
-    # A tile has 2048 elements of rows that lie together in memory: heads of a position or positions of a head.
+    # A tile has rows that lie together in memory: heads of a position or positions of a head.
     width, most_t, most_h = max(block_d * 2, block_rest), next_power_of_2(T), next_power_of_2(max(heads_q, heads_k))
-    rows = 2048 // width
+    rows = max(config["TILE"] // width, 1)
     block_h = min(rows if q.stride(1) < q.stride(2) else rows // min(rows, most_t), most_h)
     block_t = min(rows // block_h, most_t)
-    # As many heads to a program, for each set of angles, as leave 2048 programs.
+    # As many heads to a program, for each set of angles, as leave enough programs.
     blocks = B * triton.cdiv(T, block_t) * columns
-    groups = min(triton.cdiv(heads_q + heads_k, block_h), max(2048 // blocks, 1))
+    groups = min(triton.cdiv(heads_q + heads_k, block_h), max(config["PROGRAMS"] // blocks, 1))
     heads = triton.cdiv(heads_q + heads_k, groups * block_h) * block_h
     groups = triton.cdiv(heads_q + heads_k, heads)
     strides = ((0 if table.ndim == 2 or table.shape[0] == 1 else table.stride(0), *table.stride()[-2:]) for table in (cos, sin))
@@ -149,7 +132,7 @@ def rotate(
         *(q, k, cos, sin, q_to, k_to, B, heads_q, heads_k, T, D, R // 2, heads, groups, columns),
         *(n for of in (q.stride(), k.stride(), *strides, q_to.stride(), k_to.stride()) for n in of),
         *(block_t, block_h, block_d, block_rest, interleaved, backward),
-        num_warps=max(block_t * block_h * width // 512, 1),
+        num_warps=min(max(block_t * block_h * width // config["PER_WARP"], 1), 16),
     )
     return q_out, k_out
 

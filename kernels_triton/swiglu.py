@@ -7,11 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels_reference._config import Choice, Gpu
 from kernels_reference.swiglu import op, split
 
-from ._launch import launch, next_power_of_2
-
-TILE = 1024
+from ._launch import configured, launch, next_power_of_2
 
 
 @triton.jit
@@ -61,17 +60,9 @@ def swiglu_fwd_kernel(
     out_ptr,  # (M, N)
     gate_ptr,  # (M, N), or (M, 2 * N) with up between
     up_ptr,  # (M, N), or None
-    M,
-    N,
-    out_stride_m,
-    out_stride_n,
-    gate_stride_m,
-    gate_stride_n,
-    up_stride_m,
-    up_stride_n,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    M, N, out_stride_m, out_stride_n, gate_stride_m, gate_stride_n, up_stride_m, up_stride_n,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows, col, whole = place(M, N, BLOCK_M, BLOCK_N)
     cols = col + tl.arange(0, BLOCK_N)[None, :]
     gate_cols = 2 * col + tl.arange(0, 2 * BLOCK_N)[None, :] if up_ptr is None else cols
@@ -94,21 +85,10 @@ def swiglu_bwd_kernel(
     up_ptr,  # (M, N), or None
     grad_gate_ptr,  # as gate, or None
     grad_up_ptr,  # (M, N), or None
-    M,
-    N,
-    grad_out_stride_m,
-    grad_out_stride_n,
-    gate_stride_m,
-    gate_stride_n,
-    up_stride_m,
-    up_stride_n,
-    grad_gate_stride_m,
-    grad_gate_stride_n,
-    grad_up_stride_m,
-    grad_up_stride_n,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    M, N, grad_out_stride_m, grad_out_stride_n, gate_stride_m, gate_stride_n, up_stride_m, up_stride_n,
+    grad_gate_stride_m, grad_gate_stride_n, grad_up_stride_m, grad_up_stride_n,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows, col, whole = place(M, N, BLOCK_M, BLOCK_N)
     cols = col + tl.arange(0, BLOCK_N)[None, :]
     gate_cols = 2 * col + tl.arange(0, 2 * BLOCK_N)[None, :] if up_ptr is None else cols
@@ -128,24 +108,40 @@ def swiglu_bwd_kernel(
         backward(grad_out_ptr, gate_ptr, up_ptr, grad_gate_ptr, grad_up_ptr, mask, gate_mask)
 
 
-def over_tiles(kernel: Any, *tensors: Tensor | None) -> None:
+SPACE = {"TILE": (512, 1024, 2048, 4096, 8192), "num_warps": (1, 2, 4, 8, 16)}
+
+
+@configured(**SPACE)
+def swiglu_fwd_config(where: Gpu, M: int, N: int, itemsize: int, column_major: bool) -> dict[str, int]:
+    return {"TILE": 1024, "num_warps": 4}
+
+
+@configured(**SPACE)
+def swiglu_bwd_config(where: Gpu, M: int, N: int, itemsize: int, column_major: bool) -> dict[str, int]:
+    return {"TILE": 1024, "num_warps": 4}
+
+
+def over_tiles(kernel: Any, choice: Choice, lead: Tensor, *tensors: Tensor | None) -> None:
     """Launches a kernel on tensors of which the first is (M, N)."""
-    present = [t for t in tensors if t is not None]
-    one_row = all(t.is_contiguous() for t in present)
-    M, N = (1, present[0].numel()) if one_row else present[0].shape
+    present = [t for t in (lead, *tensors) if t is not None]
+    one_row, column_major = all(t.is_contiguous() for t in present), any(t.stride(0) == 1 for t in present)
+    M, N = (1, lead.numel()) if one_row else lead.shape
+    config = choice(lead.get_device(), M, N, lead.itemsize, column_major and not one_row)
+    tile = config["TILE"]
     # Powers of two that divide N leave no lane idle; a column-major tensor wants rows side by side.
-    wide = 32 if any(t.stride(0) == 1 for t in present) else max(N & -N, 256)
-    BLOCK_N = TILE if one_row else min(wide, next_power_of_2(N), TILE)
-    BLOCK_M = 1 if one_row else TILE // BLOCK_N
-    strides = [stride for t in tensors for stride in ((0, 1) if one_row or t is None else t.stride())]
-    launch(kernel, (triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N),), *tensors, M, N, *strides, BLOCK_M, BLOCK_N)
+    wide = 32 if column_major else max(N & -N, 256)
+    block_n = tile if one_row else min(wide, next_power_of_2(N), tile)
+    block_m = 1 if one_row else tile // block_n
+    strides = [stride for t in (lead, *tensors) for stride in ((0, 1) if one_row or t is None else t.stride())]
+    grid = (triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)
+    launch(kernel, grid, lead, *tensors, M, N, *strides, block_m, block_n, num_warps=config["num_warps"])
 
 
 def swiglu_fwd(gate: Tensor, up: Tensor | None, interleaved: bool) -> Tensor:
     out = op.outputs["out"](gate, up, interleaved)
     if not interleaved:
         gate, up = split(gate, up, interleaved)
-    over_tiles(swiglu_fwd_kernel, out, gate, up)
+    over_tiles(swiglu_fwd_kernel, swiglu_fwd_config, out, gate, up)
     return out
 
 
@@ -155,9 +151,9 @@ def swiglu_bwd(
     grad_gate = torch.empty_like(gate) if needs[0] else None
     grad_up = torch.empty_like(up) if up is not None and needs[1] else None
     if up is not None or interleaved:
-        over_tiles(swiglu_bwd_kernel, grad_out, gate, up, grad_gate, grad_up)
+        over_tiles(swiglu_bwd_kernel, swiglu_bwd_config, grad_out, gate, up, grad_gate, grad_up)
     elif grad_gate is not None:
-        over_tiles(swiglu_bwd_kernel, grad_out, *split(gate, None, False), *split(grad_gate, None, False))
+        over_tiles(swiglu_bwd_kernel, swiglu_bwd_config, grad_out, *split(gate, None, False), *split(grad_gate, None, False))
     return grad_gate, grad_up
 
 
