@@ -25,46 +25,92 @@ COLUMNS = {
     "eager": "eager",
     "inductor": "Inductor",
     "inductor-max-autotune": "max-autotune",
+    "liger": "Liger",
     "helion": "Helion",
     "triton": "Triton",
 }
+MINE = ("helion", "triton")
+NOISE = 1.03
+SMALL = 20.0
+"""Below as many microseconds a call is of the size of its launch: such cells are compared inside a CUDA graph."""
+Cells = dict[str, dict[str, Any]]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Device time by op, workload and direction; the best in bold; how often each package is the fastest."""
-    cells: defaultdict[tuple[str, str, str], dict[str, dict[str, Any]]] = defaultdict(dict)
-    for row in rows:
-        cells[row["op"], row["workload"], row["direction"]][row["implementation"]] = row
-    machine = rows[0]["machine"]
+def microseconds(found: Cells) -> dict[str, float]:
+    """The times of the implementations of one cell: on the GPU, or inside a CUDA graph where all are small and have one."""
+    if all(row["device_us"] < SMALL and row["graph_us"] for name, row in found.items() if name != "eager"):
+        return {name: row["graph_us"] or row["device_us"] for name, row in found.items()}
+    return {name: row["device_us"] for name, row in found.items()}
+
+
+def speedup(cells: list[Cells], mine: str, other: str) -> str:
+    """The geometric mean over the cells that have both."""
+    ratios = [times[other] / times[mine] for times in map(microseconds, cells) if mine in times and other in times]
+    return f"{geometric_mean(ratios):.2f}" if ratios else "-"
+
+
+def how_fast(machine: dict[str, Any], cells: dict[tuple[str, str, str], Cells], day: str, dtype: str) -> str:
+    """What the times come to, by op and direction; and every cell in which a package is not the fastest."""
+    others = [n for n in COLUMNS if n not in MINE and any(n in found for found in cells.values())]
     lines = [
         f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}, Triton {machine['triton']}, Helion "
-        f"{machine['helion']}; {rows[0]['dtype']}, {min(r['date'] for r in rows)}. Device time in microseconds, L2 cache "
-        f"flushed; copy bandwidth here is {machine['bandwidth'] / 1e12:.2f} TB/s. The floor is the least traffic at that rate.",
+        f"{machine['helion']}; {dtype}, {day}. Copy bandwidth here is {machine['bandwidth'] / 1e12:.2f} TB/s; the floor is the "
+        "least traffic at that rate. The speed-up, as a geometric mean over the workloads:",
         "",
-        f"| op, direction | workload | {' | '.join(COLUMNS.values())} | floor |",
-        f"|---|---|{'---:|' * (len(COLUMNS) + 1)}",
+        f"| op, direction | {' | '.join(f'{COLUMNS[m]} over {COLUMNS[n]}' for m in MINE for n in others)} |",
+        f"|---|{'---:|' * (2 * len(others))}",
+    ]
+    groups: defaultdict[str, list[Cells]] = defaultdict(list)
+    for (op, _, direction), found in sorted(cells.items()):
+        groups[f"{op}, {direction}"].append(found)
+    groups["**all**"] = list(cells.values())
+    for name, group in groups.items():
+        lines.append(f"| {name} | {' | '.join(speedup(group, m, n) for m in MINE for n in others)} |")
+    lines.append("")
+    for mine in MINE:
+        there = {key: microseconds(found) for key, found in cells.items() if mine in found and "inductor" in found}
+        slower = {k: t[mine] / min(v for n, v in t.items() if n not in MINE) for k, t in there.items()}
+        lost = sorted(((ratio, *key) for key, ratio in slower.items() if ratio > NOISE), reverse=True)
+        losses = ", ".join(f"{op} {direction} {workload} ({ratio:.2f})" for ratio, op, workload, direction in lost)
+        lines += [
+            f"{COLUMNS[mine]} is as fast as the fastest of {', '.join(COLUMNS[n] for n in others)}, or faster, in "
+            f"{len(slower) - len(lost)} of {len(slower)} rows (3% for noise). "
+            + (f"It takes longer, by a factor: {losses}." if lost else ""),
+            "",
+        ]
+    ratio = speedup(list(cells.values()), "triton", "helion")
+    lines.append(f"Helion takes {ratio} of Triton's time, as a geometric mean.")
+    return "\n".join(lines)
+
+
+def table(cells: dict[tuple[str, str, str], Cells]) -> str:
+    """Every time, the best in bold."""
+    columns = {n: title for n, title in COLUMNS.items() if any(n in found for found in cells.values())}
+    lines = [
+        "Microseconds on the GPU, the L2 cache flushed; where a row is marked, a call's share of a CUDA graph (†).",
+        "",
+        f"| op, direction | workload | {' | '.join(columns.values())} | floor |",
+        f"|---|---|{'---:|' * (len(columns) + 1)}",
     ]
     for (op, workload, direction), found in sorted(cells.items()):
-        times = {n: row["device_us"] for n, row in found.items()}
-        best = min(times.values())
+        times = microseconds(found)
+        best, digits = min(times.values()), 1 if max(times.values()) < 100 else 0
+        mark = "" if all(times[n] == row["device_us"] for n, row in found.items()) else " †"
         some = next(iter(found.values()))
         floor = some["device_us"] * some["percent_of_ceiling"] / 100
-        shown = [f"**{t:.0f}**" if (t := times.get(n)) == best else "-" if t is None else f"{t:.0f}" for n in COLUMNS]
-        lines.append(f"| {op}, {direction} | {workload} | {' | '.join(shown)} | {floor:.0f} |")
-    lines += [
-        "",
-        "Geometric mean of the speed-up over all rows:",
-        "",
-        "| | over eager | over Inductor | over max-autotune |",
-        "|---|---:|---:|---:|",
-    ]
-    for mine in ("helion", "triton"):
-        means: list[str] = []
-        for other in ("eager", "inductor", "inductor-max-autotune"):
-            ratios = [f[other]["device_us"] / f[mine]["device_us"] for f in cells.values() if mine in f and other in f]
-            means.append(f"{geometric_mean(ratios):.2f}" if ratios else "-")
-        lines.append(f"| {COLUMNS[mine]} | {' | '.join(means)} |")
+        cell = {n: "-" if (t := times.get(n)) is None else f"{t:.{digits}f}" for n in columns}
+        shown = [f"**{c}**" if times.get(n) == best else c for n, c in cell.items()]
+        lines.append(f"| {op}, {direction} | {workload}{mark} | {' | '.join(shown)} | {floor:.{digits}f} |")
     return "\n".join(lines)
+
+
+def results(rows: list[dict[str, Any]]) -> str:
+    """The summary of a results file, and its table behind a fold."""
+    cells: defaultdict[tuple[str, str, str], Cells] = defaultdict(dict)
+    for row in rows:
+        cells[row["op"], row["workload"], row["direction"]][row["implementation"]] = row
+    summary = how_fast(rows[0]["machine"], cells, min(r["date"] for r in rows), rows[0]["dtype"])
+    return f"{summary}\n\n<details><summary>All {len(cells)} rows</summary>\n\n{table(cells)}\n\n</details>"
 
 
 def training(paths: list[Path]) -> str:
@@ -87,7 +133,7 @@ def training(paths: list[Path]) -> str:
 
 
 def report(paths: list[Path]) -> None:
-    tables = [table(_measure.load(path)) for path in paths]
+    tables = [results(_measure.load(path)) for path in paths]
     if runs := sorted((_measure.RESULTS / "train").glob("*.json")):
         tables.append(training(runs))
     if not tables:
