@@ -9,6 +9,9 @@ from kernels_reference.rms_norm import Casting, Opt, empty_out, op
 
 from ._kernel import Config, kernel, next_power_of_2, row_config
 
+FEW = 1 << 20
+"""Up to as many elements, a launch costs more than reading them again."""
+
 
 def tile_config(grad: Tensor, x: Tensor, *_: object) -> Config:
     # Rows that do not begin at a multiple of 16 bytes are read by the element, which takes more registers.
@@ -58,6 +61,26 @@ def rms_norm_bwd_kernel(grad_out, x, weight, rstd, dots, new_dots, grad_x, sums,
             sums[part, cols] = total.sum(dim=0)[None, :]
 
 
+def few_config(grad_out: Tensor, x: Tensor, *_: object) -> Config:
+    M, rows = x.size(0), row_config(x)
+    loops = [*rows["reduction_loops"], 128 if M > 128 else None]
+    return {"block_sizes": [*rows["block_sizes"], 32], "reduction_loops": loops, "num_warps": max(rows["num_warps"], 4)}
+
+
+@kernel(few_config)
+def rms_norm_bwd_few_kernel(grad_out, x, weight, rstd, grad_x, grad_weight, offset: float) -> None:
+    """Some programs have rows of grad_x, others columns of grad_weight: one launch, which reads all twice."""
+    for rows in hl.tile(x.size(0)):
+        inverse = rstd[rows][:, None]
+        normed = x[rows, :].float() * inverse
+        grad = grad_out[rows, :].float() * (weight[:].float() + offset)[None, :]
+        mean = (grad * normed).mean(dim=1)
+        grad_x[rows, :] = (inverse * (grad - normed * mean[:, None])).to(grad_x.dtype)
+    for cols in hl.tile(x.size(1)):
+        products = grad_out[:, cols].float() * x[:, cols].float() * rstd[:][:, None]
+        grad_weight[cols] = products.sum(dim=0).to(grad_weight.dtype)
+
+
 @kernel(lambda sums, out: {"block_sizes": [32], "num_warps": 8})
 def sum_parts(sums: Tensor, out: Tensor) -> None:
     for cols in hl.tile(out.size(0)):
@@ -72,7 +95,12 @@ def rms_norm_fwd(x: Tensor, weight: Opt, eps: float | None, offset: float, casti
 
 
 def rms_norm_bwd(grad_out: Tensor, x: Tensor, weight: Opt, rstd: Tensor, offset: float, needs: list[bool]) -> tuple[Opt, Opt]:
-    (M, N), (step, width) = x.shape, rms_norm_bwd_kernel.config(grad_out, x)["block_sizes"]
+    M, N = x.shape
+    if weight is not None and M * N <= FEW and M <= 1024 and N <= 4096:
+        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
+        rms_norm_bwd_few_kernel(grad_out, x, weight, rstd, grad_x, grad_weight, float(offset))
+        return grad_x if needs[0] else None, grad_weight if needs[1] else None
+    step, width = rms_norm_bwd_kernel.config(grad_out, x)["block_sizes"]
     blocks = -(-N // width)
     # A program for each processor; each has a run of rows.
     run = -(-M * blocks // (step * gpu(x.get_device()).processors)) * step

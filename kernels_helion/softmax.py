@@ -12,8 +12,8 @@ from kernels_reference.softmax import op
 from ._kernel import kernel, next_power_of_2, row_config
 from ._online import finite, online_step, scaled
 
-LONG_FORWARD, LONG_BACKWARD = 65536, 32768
-"""From as many bytes on, a row does not stay on the chip."""
+LONG = 65536
+"""With more bytes, a row does not stay on the chip."""
 THREADS = 1024
 """They work on a long row, and read 16 bytes each at once."""
 
@@ -69,13 +69,19 @@ def softmax_long(x: Tensor, lanes: int) -> Tensor:
     return out
 
 
-@kernel(lambda grad_out, out: row_config(out, most=16384))
-def softmax_bwd_whole(grad_out: Tensor, out: Tensor) -> Tensor:
+@kernel(lambda grad_out, out, again: row_config(out, most=32768))
+def softmax_bwd_whole(grad_out: Tensor, out: Tensor, again: bool | None) -> Tensor:
     grad_x = torch.empty_like(out)
     for rows in hl.tile(out.size(0)):
         y = out[rows, :].float()
-        g = grad_out[rows, :].float()
-        grad_x[rows, :] = (y * (g - (g * y).sum(dim=-1, keepdim=True))).to(grad_x.dtype)
+        if again is None:
+            g = grad_out[rows, :].float()
+            dot = (g * y).sum(dim=-1, keepdim=True)
+        else:
+            # There are not registers enough for both, but the L1 cache has them.
+            dot = (hl.load(grad_out, [rows, slice(None)], eviction_policy="evict_last").float() * y).sum(dim=-1, keepdim=True)
+            g = hl.load(grad_out, [rows, slice(None)], eviction_policy="evict_first").float()
+        grad_x[rows, :] = (y * (g - dot)).to(grad_x.dtype)
     return grad_x
 
 
@@ -100,14 +106,14 @@ def softmax_bwd_long(grad_out: Tensor, out: Tensor, lanes: int) -> Tensor:
 
 
 def softmax_fwd(x: Tensor) -> Tensor:
-    if x.size(1) * x.itemsize <= LONG_FORWARD:
+    if x.size(1) * x.itemsize <= LONG:
         return softmax_whole(x)
     return softmax_long(x, THREADS * 16 // x.itemsize)
 
 
 def softmax_bwd(grad_out: Tensor, out: Tensor) -> Tensor:
-    if out.size(1) * out.itemsize <= LONG_BACKWARD:
-        return softmax_bwd_whole(grad_out, out)
+    if out.size(1) * out.itemsize <= LONG:
+        return softmax_bwd_whole(grad_out, out, out.size(1) > 16384 or None)
     return softmax_bwd_long(grad_out, out, THREADS * 16 // out.itemsize)
 
 

@@ -45,6 +45,9 @@ def samples(draw: Draw) -> Iterator[dict[str, Any]]:
     masked = draw(4, 300)
     masked[0, 100:] = masked[1, :299] = -torch.inf
     yield {"x": masked}
+    wide = draw(2, 20001)
+    wide[0, 100:] = wide[1, :20000] = -torch.inf
+    yield {"x": wide}
 
 
 def cost(x: Tensor, dim: int = -1) -> tuple[Cost, Cost]:

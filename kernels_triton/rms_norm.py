@@ -10,6 +10,9 @@ from kernels_reference.rms_norm import Casting, Opt, empty_out, op
 
 from ._launch import configured, launch, next_power_of_2, row_blocks
 
+FEW = 1 << 20
+"""Up to as many elements, a launch costs more than reading them again."""
+
 
 @triton.jit
 def load_scale(weight_ptr, cols, mask, offset):
@@ -89,6 +92,42 @@ def rms_norm_bwd_kernel(
 
 
 @triton.jit
+def rms_norm_bwd_few_kernel(
+    grad_out_ptr, grad_out_stride_m, grad_out_stride_n,  # (M, N)
+    x_ptr, x_stride_m, x_stride_n,  # (M, N)
+    weight_ptr, weight_stride,  # (N,)
+    rstd_ptr,  # (M,)
+    grad_x_ptr, grad_x_stride_m, grad_x_stride_n,  # (M, N)
+    grad_weight_ptr,  # (N,)
+    M, N, offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """The first programs have columns of grad_weight, the others rows of grad_x: one launch, which reads all twice."""
+    column = tl.program_id(0).to(tl.int64) * COLS
+    if column < N:
+        columns = column + tl.arange(0, COLS)[None, :]
+        total = tl.zeros((4096 // COLS, COLS), tl.float32)
+        for start in range(0, M, 4096 // COLS):
+            steps = (start + tl.arange(0, 4096 // COLS)[:, None]).to(tl.int64)
+            live = (steps < M) & (columns < N)
+            part = tl.load(x_ptr + steps * x_stride_m + columns * x_stride_n, live, other=0.0).to(tl.float32)
+            part *= tl.load(grad_out_ptr + steps * grad_out_stride_m + columns * grad_out_stride_n, live, other=0.0).to(
+                tl.float32
+            )
+            total += part * tl.load(rstd_ptr + steps, steps < M, other=0.0)
+        tl.store(grad_weight_ptr + columns, tl.sum(total, axis=0, keep_dims=True), columns < N)
+    else:
+        rows = (tl.program_id(0) - tl.cdiv(N, COLS)).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+        cols = tl.arange(0, BLOCK_N)[None, :].to(tl.int64)
+        mask = (rows < M) & (cols < N)
+        rstd = tl.load(rstd_ptr + rows, rows < M, other=0.0)
+        normed = tl.load(x_ptr + rows * x_stride_m + cols * x_stride_n, mask, other=0.0).to(tl.float32) * rstd
+        grad = tl.load(grad_out_ptr + rows * grad_out_stride_m + cols * grad_out_stride_n, mask, other=0.0).to(tl.float32)
+        grad *= load_scale(weight_ptr, cols * weight_stride, cols < N, offset)
+        dot = tl.sum(grad * normed, axis=1, keep_dims=True) * (1 / N)
+        tl.store(grad_x_ptr + rows * grad_x_stride_m + cols * grad_x_stride_n, rstd * (grad - normed * dot), mask)
+
+
+@triton.jit
 def sum_partials_kernel(
     partial_ptr,  # (programs, N)
     grad_weight_ptr,  # (N,)
@@ -137,10 +176,19 @@ def rms_norm_bwd_config(where: Gpu, M: int, N: int, itemsize: int) -> dict[str, 
 
 def rms_norm_bwd(grad_out: Tensor, x: Tensor, weight: Opt, rstd: Tensor, offset: float, needs: list[bool]) -> tuple[Opt, Opt]:
     M, N = x.shape
-    grad_x = torch.empty_like(x) if needs[0] else None
-    grad_weight = torch.empty_like(weight) if weight is not None and needs[1] else None
     # Rows that do not begin at a multiple of 16 bytes are read by the element, which takes more registers.
     widest = 32768 // grad_out.itemsize if N % 8 == 0 else 4096
+    if weight is not None and M * N <= FEW and M <= 1024 and N <= widest:
+        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
+        block_m, block_n, warps = row_blocks(M, N, most=widest)
+        launch(
+            rms_norm_bwd_few_kernel, (triton.cdiv(M, block_m) + triton.cdiv(N, 32),), grad_out, *grad_out.stride(),
+            x, *x.stride(), weight, stride(weight), rstd, grad_x, *grad_x.stride(), grad_weight, M, N, float(offset),
+            block_m, block_n, 32, num_warps=max(warps, 4),
+        )  # fmt: skip
+        return grad_x if needs[0] else None, grad_weight if needs[1] else None
+    grad_x = torch.empty_like(x) if needs[0] else None
+    grad_weight = torch.empty_like(weight) if weight is not None and needs[1] else None
     config = rms_norm_bwd_config(x.get_device(), M, N, grad_out.itemsize)
     block_m, warps = config["BLOCK_M"], config["num_warps"]
     block_n = next_power_of_2(N) if N <= widest else 4096

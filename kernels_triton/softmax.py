@@ -64,14 +64,18 @@ def softmax_bwd_kernel(
     grad_out_ptr, grad_out_stride_m, grad_out_stride_n,  # (M, N)
     out_ptr, out_stride_m, out_stride_n,  # (M, N)
     grad_x_ptr, grad_x_stride_m, grad_x_stride_n,  # (M, N)
-    M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :].to(tl.int64)
     mask = (rows < M) & (cols < N)
-    grad_out = tl.load(grad_out_ptr + rows * grad_out_stride_m + cols * grad_out_stride_n, mask, other=0.0).to(tl.float32)
+    grad_out_ptr += rows * grad_out_stride_m + cols * grad_out_stride_n
+    grad_out = tl.load(grad_out_ptr, mask, other=0.0, eviction_policy="evict_last" if AGAIN else "").to(tl.float32)
     out = tl.load(out_ptr + rows * out_stride_m + cols * out_stride_n, mask, other=0.0).to(tl.float32)
-    grad_x = out * (grad_out - tl.sum(grad_out * out, axis=1, keep_dims=True))
+    dot = tl.sum(grad_out * out, axis=1, keep_dims=True)
+    if AGAIN:  # There are not registers enough for both, but the L1 cache has them.
+        grad_out = tl.load(grad_out_ptr, mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    grad_x = out * (grad_out - dot)
     tl.store(grad_x_ptr + rows * grad_x_stride_m + cols * grad_x_stride_n, grad_x, mask)
 
 
@@ -127,8 +131,8 @@ def softmax_fwd_config(where: Gpu, M: int, N: int, itemsize: int) -> dict[str, i
 
 @configured(**SPACE)
 def softmax_bwd_config(where: Gpu, M: int, N: int, itemsize: int) -> dict[str, int]:
-    blocks = (1, 32768 // itemsize, 16) if N * itemsize > 32768 else row_blocks(M, N, most=16384)
-    return dict(zip(SPACE, blocks, strict=True))
+    blocks = (1, 32768 // itemsize, 16) if N * itemsize > 65536 else row_blocks(M, N, most=32768)
+    return dict(zip(SPACE, blocks, strict=True)) | {"num_warps": min(blocks[2], where.warps)}
 
 
 def lanes(config: Config, x: Tensor) -> int:
@@ -157,7 +161,8 @@ def softmax_bwd(grad_out: Tensor, out: Tensor) -> Tensor:
         launch(softmax_long_bwd_kernel, (M,), *layouts, N, config["BLOCK_N"], lanes(config, out), num_warps=warps)
         return grad_x
     block_m, block_n = config["BLOCK_M"], min(config["BLOCK_N"], next_power_of_2(N))
-    launch(softmax_bwd_kernel, (triton.cdiv(M, block_m),), *layouts, M, N, block_m, block_n, num_warps=warps)
+    again = block_m * block_n > 512 * warps
+    launch(softmax_bwd_kernel, (triton.cdiv(M, block_m),), *layouts, M, N, block_m, block_n, again, num_warps=warps)
     return grad_x
 
 
