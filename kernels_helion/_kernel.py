@@ -128,6 +128,8 @@ class Kernel(Tunable, Generic[P, R]):
         key = f"{index_dtype} {ones} {sorted(config.items())}"
         if key not in self.variants:
             settings: dict[str, Any] = {"static_shapes": False, "index_dtype": index_dtype, "autotune_effort": "none"}
+            # A comparison of an argument with None counts as one.
+            settings["ignore_warnings"] = [helion.exc.TensorOperationInWrapper]
             if any(map(any, ones)):
                 config = _fit(config, helion.kernel(self.fn, **settings).bind(args).config_spec)
             self.variants[key] = helion.kernel(self.fn, config=helion.Config(**config), **settings)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from . import _ops
 
@@ -77,6 +78,22 @@ def test_unusable_helion_is_one_error(tmp_path: Path) -> None:
 
 def test_import_says_nothing() -> None:
     done = python("import kernels_helion, kernels_triton")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+FIRST_CALLS = """
+import torch
+from tests import _ops
+for name in _ops.NAMES:
+    op = _ops.load(name)
+    for backend in _ops.BACKENDS:
+        results = _ops.outputs(_ops.function(op, backend)(**_ops.leaves(op, _ops.sample(op, 1, torch.float32))))
+        sum(r.sum() for r in results).backward()
+"""
+
+
+def test_first_calls_say_nothing() -> None:
+    done = python(FIRST_CALLS, TRITON_INTERPRET="0" if torch.cuda.is_available() else "1", PYTHONWARNINGS="ignore")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
