@@ -1,6 +1,7 @@
 """`pytest bench`: parameters, the order of cells, and where their results go."""
 
 import importlib
+import importlib.util
 import os
 from typing import Any
 
@@ -24,6 +25,13 @@ def load(name: str) -> Op[Any]:
     return importlib.import_module(f"kernels_reference.{name}").op
 
 
+def peers() -> Any:
+    """The functions of peers, if the extra of that name is installed."""
+    if importlib.util.find_spec("liger_kernel") is None or not torch.cuda.is_available():
+        return None
+    return importlib.import_module("bench._peers")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="dtype of the workloads")
 
@@ -36,7 +44,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             pytest.param(op, w, i, d, id=f"{name}-{w}-{i}-{d}")
             for name, op in ops.items()
             for w in op.workloads
-            for i in _measure.IMPLEMENTATIONS
+            for i in (*_measure.IMPLEMENTATIONS, *(["liger"] if hasattr(peers(), name) else []))
             for d in ("forward", "backward")
             if d == "forward" or op.grads
         ]

@@ -61,7 +61,7 @@ def rope_kernel(
     q_out_stride_b, q_out_stride_h, q_out_stride_t, q_out_stride_d,
     k_out_stride_b, k_out_stride_h, k_out_stride_t, k_out_stride_d,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Programs that share angles are neighbours: all heads of some positions, then the same positions of the next batch.
     pid = tl.program_id(0)
@@ -86,7 +86,7 @@ def rope_kernel(
             x_ptr = k_ptr + b * k_stride_b + t * k_stride_t
             out_ptr = k_out_ptr + b * k_out_stride_b + t * k_out_stride_t
             x_stride_h, x_stride_d, out_stride_h, out_stride_d = k_stride_h, k_stride_d, k_out_stride_h, k_out_stride_d
-        for first_head in range(head, stop, BLOCK_H):
+        for first_head in tl.range(head, stop, BLOCK_H, num_stages=STAGES):  # type: ignore
             h = first_head + tl.arange(0, BLOCK_H)[None, :, None]
             x_heads, out_heads = x_ptr + h.to(tl.int64) * x_stride_h, out_ptr + h.to(tl.int64) * out_stride_h
             live = mask & (h < stop)
@@ -99,9 +99,14 @@ def rope_kernel(
             store_pairs(out_heads, y1, y2, live, first, half, out_stride_d, BLOCK_D, INTERLEAVED)
 
 
-@configured(TILE=(512, 1024, 2048, 4096, 8192), PER_WARP=(128, 256, 512, 1024, 2048), PROGRAMS=(512, 1024, 2048, 4096, 8192))
+@configured(
+    TILE=(512, 1024, 2048, 4096, 8192),
+    PER_WARP=(128, 256, 512, 1024, 2048),
+    PROGRAMS=(512, 1024, 2048, 4096, 8192),
+    STAGES=(1, 2, 3, 4),
+)
 def rope_config(where: Gpu, M: int, H: int, D: int, itemsize: int, interleaved: bool) -> dict[str, int]:
-    return {"TILE": 2048, "PER_WARP": 512, "PROGRAMS": 2048}
+    return {"TILE": 2048, "PER_WARP": 512, "PROGRAMS": 2048, "STAGES": 1}
 
 
 def rotate(
@@ -131,7 +136,7 @@ def rotate(
         (blocks * groups,),
         *(q, k, cos, sin, q_to, k_to, B, heads_q, heads_k, T, D, R // 2, heads, groups, columns),
         *(n for of in (q.stride(), k.stride(), *strides, q_to.stride(), k_to.stride()) for n in of),
-        *(block_t, block_h, block_d, block_rest, interleaved, backward),
+        *(block_t, block_h, block_d, block_rest, interleaved, backward, config["STAGES"]),
         num_warps=min(max(block_t * block_h * width // config["PER_WARP"], 1), 16),
     )
     return q_out, k_out

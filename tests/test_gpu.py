@@ -1,11 +1,18 @@
 """What only a GPU shows, for every op."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from bench import _measure
+from kernels_reference import _replay
 from kernels_reference._draw import Draw
 from kernels_reference._op import Op
 
@@ -142,3 +149,95 @@ def test_first_call_launches_no_tuner(op: Op[Any], monkeypatch: pytest.MonkeyPat
         for n, v in _ops.sample(op, 1, torch.float32).items()
     }
     _ops.function(op, "kernels_helion")(**arguments)
+
+
+FIRST_CALLS = """
+import importlib, json, sys, time, torch
+from kernels_reference._draw import Draw
+import kernels_reference
+package = importlib.import_module(sys.argv[1])
+torch.zeros(1, device="cuda")
+spent = {}
+for name in kernels_reference.__all__:
+    op = importlib.import_module(f"kernels_reference.{name}").op
+    arguments = list(op.samples(Draw("cuda", torch.bfloat16)))[1]
+    start = time.perf_counter()
+    getattr(package, name)(**arguments)
+    torch.cuda.synchronize()
+    spent[name] = time.perf_counter() - start
+print(json.dumps(spent))
+"""
+
+
+def test_first_calls_take_seconds(backend: str, tmp_path: Path) -> None:
+    """In a fresh process with empty caches, each within 3 seconds; and they say nothing."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "t"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "i")}
+    command = [sys.executable, "-c", FIRST_CALLS, backend]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    spent = json.loads(done.stdout)
+    print(backend, {name: round(seconds, 2) for name, seconds in spent.items()})
+    assert max(spent.values()) < 3
+
+
+def test_call_costs_little_more_than_a_launch(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warmed, without gradients: what Triton takes to launch the same kernel, with its allocation, and 5 microseconds."""
+    x, fn, launches = (
+        torch.randn(16, 1024, device="cuda", dtype=torch.bfloat16),
+        _ops.function(_ops.load("softmax"), backend),
+        [],
+    )
+    launch = _replay.launch
+
+    def seen(*arguments: Any, **options: Any) -> Any:
+        launches.append((arguments, options))
+        return launch(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_replay, "launch", seen)
+        fn.kernels.forget()  # type: ignore[attr-defined]
+        fn(x)
+    ((start, *arguments), options), *others = launches
+    assert not others
+    for _ in range(3):
+        fn(x)
+    raw = min(_measure.host_time(lambda: (torch.empty_like(x), start(*arguments, **options)), 500) for _ in range(5))
+    ours = min(_measure.host_time(lambda: fn(x), 500) for _ in range(5))
+    print(f"{backend}: launch {raw * 1e6:.1f} us, call {ours * 1e6:.1f} us")
+    assert ours < raw + 5e-6
+
+
+def test_training_call_costs_little_more_than_the_native_one(backend: str) -> None:
+    """Forward and backward: at most 1.5 times what PyTorch's own takes."""
+    x = torch.randn(16, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad, fn = torch.randn(16, 1024, device="cuda", dtype=torch.bfloat16), _ops.function(_ops.load("softmax"), backend)
+    for _ in range(3):
+        torch.autograd.grad(fn(x), x, grad)
+    native = min(_measure.host_time(lambda: torch.autograd.grad(x.softmax(-1), x, grad), 500) for _ in range(5))
+    ours = min(_measure.host_time(lambda: torch.autograd.grad(fn(x), x, grad), 500) for _ in range(5))
+    print(f"{backend}: native {native * 1e6:.1f} us, ours {ours * 1e6:.1f} us")
+    assert ours < 1.5 * native
+
+
+def test_tuner_command(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "bench",
+        "tune",
+        "softmax",
+        "--shape",
+        "64x1000",
+        "--budget",
+        "40",
+        "--folder",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    print(done.stderr)
+    for name in _ops.BACKENDS:
+        (path,) = (tmp_path / name).glob("*.json")
+        kernels = json.loads(path.read_text())["kernels"]
+        assert all(list(configs) == ["M=64 N=1024 itemsize=2"] for configs in kernels.values())
+        assert len(kernels) == 2
