@@ -46,5 +46,8 @@ def registered(op: Op[Any], backend: str, arguments: Mapping[str, Any]) -> tuple
 
 
 def check(op: Op[Any], backend: str, arguments: Mapping[str, Any], seed: int = 1) -> None:
-    """The public function against the definition in float64 and against eager: outputs, gradients and their dtypes."""
-    Oracle(op, arguments, seed).refuse(function(op, backend))
+    """The public function against the definition in float64 and against eager; and that no input is written to."""
+    oracle, before = Oracle(op, arguments, seed), {n: v.clone() for n, v in arguments.items() if isinstance(v, torch.Tensor)}
+    oracle.refuse(function(op, backend))
+    for name, t in before.items():
+        torch.testing.assert_close(oracle.arguments[name], t, rtol=0, atol=0, equal_nan=True)

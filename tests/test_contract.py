@@ -47,15 +47,12 @@ def test_public_signature(op: Op[Any], backend: str) -> None:
     assert fn.__module__ == f"{backend}.{op.name}"
 
 
-def test_inputs_are_not_written(op: Op[Any], sample: int, backend: str) -> None:
-    arguments = _ops.leaves(op, _ops.sample(op, sample, torch.float32))
-    before = {name: t.detach().clone() for name, t in tensors(arguments).items()}
-    results = _ops.outputs(_ops.function(op, backend)(**arguments))
-    incoming = [torch.ones_like(r) for r in results if r.requires_grad]
-    if incoming:
-        torch.autograd.backward([r for r in results if r.requires_grad], incoming)
-    for name, t in tensors(arguments).items():
-        torch.testing.assert_close(t.detach(), before[name], rtol=0, atol=0, equal_nan=True)
+def test_incoming_gradients_are_not_written(op: Op[Any], backend: str) -> None:
+    """Nor are inputs, as every comparison with the definition makes sure."""
+    results = _ops.outputs(_ops.function(op, backend)(**_ops.leaves(op, first(op))))
+    live = [r for r in results if r.requires_grad]
+    incoming = [torch.ones_like(r) for r in live]
+    torch.autograd.backward(live, incoming)
     assert all((g == 1).all() for g in incoming)
 
 

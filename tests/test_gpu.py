@@ -40,12 +40,15 @@ def test_workloads(op: Op[Any], backend: str) -> None:
             torch.cuda.empty_cache()
 
 
-def test_cuda_graph(op: Op[Any], backend: str) -> None:
-    """After one call, a capture replays with changed data; incoming gradients are captured too."""
+@pytest.mark.parametrize("calls", [1, 3])
+def test_cuda_graph(op: Op[Any], backend: str, calls: int) -> None:
+    """After one call, a capture replays with changed data; incoming gradients are captured too. So after more."""
+    _ops.function(op, backend).kernels.forget()  # type: ignore[attr-defined]
     arguments = _ops.leaves(op, _ops.sample(op, 1, torch.bfloat16))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        forward_and_backward(op, backend, arguments)
+        for _ in range(calls):
+            forward_and_backward(op, backend, arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
@@ -79,9 +82,9 @@ def test_cold_capture_works_or_says_what_to_do(op: Op[Any], backend: str) -> Non
 
 
 def test_side_stream(op: Op[Any], backend: str) -> None:
-    """Kernels go to the current stream, after what is already in it."""
+    """Kernels go to the current stream, after what is already in it; those of replayed calls, too."""
     arguments = _ops.sample(op, 1, torch.float32)
-    expected = _ops.outputs(_ops.function(op, backend)(**arguments))
+    expected = [_ops.outputs(_ops.function(op, backend)(**arguments)) for _ in range(3)][-1]
     stream = torch.cuda.Stream()
     name = next(iter(op.grads))
     later = torch.full_like(arguments[name], torch.nan)
