@@ -72,8 +72,8 @@ def norm_fwd_kernel(
 
 @kernel(bwd_config, bwd_sizes)
 def norm_bwd_kernel(
-    grad_out, grad_total, x, weight, mean, rstd, dots, averages, new_dots, new_averages, grad_x, sums, bias_sums, offset, run,
-    writes: hl.constexpr,
+    grad_out, grad_total, x, weight, mean, rstd, dots, averages, new_dots, new_averages, grad_x, also, sums, bias_sums,
+    offset: float, run: int, writes: hl.constexpr,
 ):  # fmt: skip
     m, n = x.size()
     step = hl.register_block_size(m)
@@ -112,6 +112,8 @@ def norm_bwd_kernel(
                 if grad_total is not None:
                     result = result + grad_total[rows, cols].float()
                 grad_x[rows, cols] = result.to(grad_x.dtype)
+                if also is not None:
+                    also[rows, cols] = result.to(also.dtype)
         if sums is not None:
             sums[part, cols] = on_weight.sum(dim=0)[None, :]
         if bias_sums is not None:
@@ -119,7 +121,9 @@ def norm_bwd_kernel(
 
 
 @kernel(few_config, bwd_sizes)
-def norm_bwd_few_kernel(grad_out, grad_total, x, weight, mean, rstd, grad_x, grad_weight, grad_bias, offset: float) -> None:
+def norm_bwd_few_kernel(
+    grad_out, grad_total, x, weight, mean, rstd, grad_x, also, grad_weight, grad_bias, offset: float
+) -> None:
     """Some programs have rows of grad_x, others columns of grad_weight: one launch, which reads all twice."""
     for rows in hl.tile(x.size(0)):
         inverse = rstd[rows][:, None]
@@ -135,6 +139,8 @@ def norm_bwd_few_kernel(grad_out, grad_total, x, weight, mean, rstd, grad_x, gra
         if grad_total is not None:
             result = result + grad_total[rows, :].float()
         grad_x[rows, :] = result.to(grad_x.dtype)
+        if also is not None:
+            also[rows, :] = result.to(also.dtype)
     for cols in hl.tile(x.size(1)):
         column = x[:, cols].float()
         if mean is not None:
@@ -166,14 +172,14 @@ def norm_fwd(
 
 def norm_bwd(
     grad_out: Tensor, grad_total: Opt, x: Tensor, weight: Opt, bias: Opt, mean: Opt, rstd: Tensor, offset: float,
-    needs: Sequence[bool],
+    needs: Sequence[bool], also: Opt = None,
 ) -> tuple[Opt, Opt, Opt]:  # fmt: skip
-    """The gradients of what was normalised, weight and bias, where needed."""
+    """The gradients of what was normalised, weight and bias, where needed; the first is written to `also`, too."""
     M, N = x.shape
     inputs = grad_out, grad_total, x, weight, mean, rstd
     if weight is not None and M * N <= FEW and M <= 1024 and N <= 4096:
         grads = torch.empty_like(x), torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
-        norm_bwd_few_kernel(*inputs, *grads, offset)
+        norm_bwd_few_kernel(*inputs, grads[0], also, *grads[1:], offset)
         return tuple([g if need else None for g, need in zip(grads, needs, strict=True)])  # type: ignore[return-value]
     step, width = norm_bwd_kernel.config(*inputs)["block_sizes"]
     blocks = -(-N // width)
@@ -187,9 +193,9 @@ def norm_bwd(
     averages = None if dots is None or mean is None else torch.empty_like(dots)
     if dots is not None:
         writes = hl.constexpr("dots")
-        norm_bwd_kernel(*inputs, None, None, dots, averages, None, None, None, offset, run, writes)
+        norm_bwd_kernel(*inputs, None, None, dots, averages, None, None, None, None, offset, run, writes)
     writes = hl.constexpr("" if grad_x is None else "grad_x")
-    norm_bwd_kernel(*inputs, dots, averages, None, None, grad_x, sums, bias_sums, offset, run, writes)
+    norm_bwd_kernel(*inputs, dots, averages, None, None, grad_x, also, sums, bias_sums, offset, run, writes)
     if sums is not None:
         norm_sum_kernel(sums, bias_sums, grad_weight, grad_bias)
     elif bias_sums is not None:

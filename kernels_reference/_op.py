@@ -61,6 +61,8 @@ class Op(Generic[F]):
     """The same for what the forward computes for the backward alone."""
     grads: Mapping[str, str] = field(default_factory=dict)
     """Each differentiable argument, and the parameter of the backward that its gradient looks like (`empty_like`)."""
+    same: Mapping[str, str] = field(default_factory=dict)
+    """Differentiable arguments whose gradient is that of another: where both have one dtype, the backward makes it once."""
     rows: Mapping[str, int] = field(default_factory=dict)
     """A row-wise op's tensors, the main one first, and how many trailing dimensions each keeps: kernels see all leading
     ones as one. They reduce the last dimension; an argument `dim` never reaches them."""
@@ -168,6 +170,7 @@ class _Kernels:
         asked = [f"return_{name}" for name in op.outputs]
         self.asked_at = [self.names.index(name) if name in self.names else None for name in asked]
         self.differentiable = [self.names.index(name) for name in op.grads]
+        self.same = [(list(op.grads).index(name), list(op.grads).index(other)) for name, other in op.same.items()]
         self.given = list(inspect.signature(backward).parameters) if backward else []
         self.incoming = [name for name in self.given if name.startswith("grad_") and name[5:] in op.outputs]
         self.saved = [name for name in self.given if name not in self.incoming and name != "needs"]
@@ -274,6 +277,8 @@ class _Kernels:
         known = (*values, *results)
         kept = [known[i] for i in self.saved_at]
         ctx.returned, ctx.others = self._returns(values), [None if isinstance(v, Tensor) else v for v in kept]
+        dtypes = [getattr(values[at], "dtype", None) for at in self.differentiable] if self.same else []
+        ctx.same = [(i, j) for i, j in self.same if dtypes[i] == dtypes[j]]
         ctx.save_for_backward(*[v if isinstance(v, Tensor) else None for v in kept])
 
     def _spread(self, ctx: Any, grads: Sequence[Tensor]) -> list[Tensor | None]:
@@ -284,13 +289,19 @@ class _Kernels:
     def _gradients(self, ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         incoming = [grads[i] for i in self.incoming_at]
         kept = [other if t is None else t for t, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
-        needs = tuple([ctx.needs_input_grad[i] for i in self.differentiable])
+        wanted = [ctx.needs_input_grad[i] for i in self.differentiable]
+        needs = wanted.copy()
+        for i, j in ctx.same:
+            needs[i], needs[j] = False, needs[i] or needs[j]
         # With create_graph the registered door records the graph, so that a second derivative is refused by name.
         run = self.registered_backward if torch.is_grad_enabled() or _watched() else self.replay_backward
-        found = iter(run(*incoming, *kept, needs))
+        found = iter(run(*incoming, *kept, tuple(needs)))
+        made = [next(found) if need else None for need in needs]
+        for i, j in ctx.same:
+            made[i] = made[j]
         result: list[Tensor | None] = [None] * len(self.inputs)
-        for i, need in zip(self.differentiable, needs, strict=True):
-            result[i] = next(found) if need else None
+        for i, t, want in zip(self.differentiable, made, wanted, strict=True):
+            result[i] = t if want else None
         return tuple(result)
 
     # The room: rows flattened, kernels launched on the tensors' own device, shapes restored.

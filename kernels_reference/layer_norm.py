@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ._op import Cost, Draw, Op
-
-Opt = Tensor | None
+from .rms_norm import Opt, check_rows
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -41,13 +40,7 @@ def eager(x: Tensor, weight: Opt = None, bias: Opt = None, eps: float = 1e-5) ->
 
 
 def check(x: Tensor, weight: Opt, bias: Opt, eps: float) -> None:
-    if x.ndim == 0:
-        raise ValueError("layer_norm: x must have one dimension or more, got a scalar")
-    for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None and t.shape != x.shape[-1:]:
-            raise ValueError(f"layer_norm: {name} must have shape {tuple(x.shape[-1:])}, as x's last, got {tuple(t.shape)}")
-    if not eps >= 0:
-        raise ValueError(f"layer_norm: eps must be 0 or more, got {eps}")
+    check_rows("layer_norm", x, eps, weight=weight, bias=bias)
 
 
 def layer(*shape: int, dtype: torch.dtype | None = None, **options: Any) -> Callable[[Draw], dict[str, Any]]:

@@ -47,19 +47,28 @@ def eager(x: Tensor, weight: Opt = None, eps: float | None = None, *, offset: fl
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     if casting == "none" and not offset:
         return torch.nn.functional.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
+    return by_hand(x, weight, eps, offset, casting, x.dtype)
+
+
+def by_hand(x: Tensor, weight: Opt, eps: float, offset: float, casting: Casting, dtype: torch.dtype) -> Tensor:
     normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     if weight is not None and casting == "llama":
-        return (weight + offset if offset else weight) * normed.to(x.dtype)
-    return (normed if weight is None else normed * (weight.float() + offset)).to(x.dtype)
+        return (weight + offset if offset else weight) * normed.to(dtype)
+    return (normed if weight is None else normed * (weight.float() + offset)).to(dtype)
 
 
 def check(x: Tensor, weight: Opt, eps: float | None, offset: float, casting: Casting) -> None:
+    check_rows("rms_norm", x, eps, weight=weight)
+
+
+def check_rows(name: str, x: Tensor, eps: float | None, **vectors: Opt) -> None:
     if x.ndim == 0:
-        raise ValueError("rms_norm: x must have one dimension or more, got a scalar")
-    if weight is not None and weight.shape != x.shape[-1:]:
-        raise ValueError(f"rms_norm: weight must have shape {tuple(x.shape[-1:])}, as x's last, got {tuple(weight.shape)}")
+        raise ValueError(f"{name}: x must have one dimension or more, got a scalar")
+    for argument, t in vectors.items():
+        if t is not None and t.shape != x.shape[-1:]:
+            raise ValueError(f"{name}: {argument} must have shape {tuple(x.shape[-1:])}, as x's last, got {tuple(t.shape)}")
     if eps is not None and not eps >= 0:
-        raise ValueError(f"rms_norm: eps must be 0 or more, got {eps}")
+        raise ValueError(f"{name}: eps must be 0 or more, got {eps}")
 
 
 # PyTorch 2.11 does not list F.rms_norm among the ops that autocast runs in float32; 2.13 does, on GPUs. The dispatcher knows.

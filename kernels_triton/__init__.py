@@ -1,5 +1,7 @@
 """The ops in hand-written Triton."""
 
+from .add_layer_norm import add_layer_norm
+from .add_rms_norm import add_rms_norm
 from .cross_entropy import cross_entropy
 from .layer_norm import layer_norm
 from .rms_norm import rms_norm
@@ -7,4 +9,4 @@ from .rope import rope
 from .softmax import softmax
 from .swiglu import swiglu
 
-__all__ = ["cross_entropy", "layer_norm", "rms_norm", "rope", "softmax", "swiglu"]
+__all__ = ["add_layer_norm", "add_rms_norm", "cross_entropy", "layer_norm", "rms_norm", "rope", "softmax", "swiglu"]

@@ -110,6 +110,7 @@ def norm_bwd_kernel(
     mean_ptr, rstd_ptr,  # (M,), the mean or None
     dots_ptr, dots_stride,  # (2, M), see below; None where a tile has whole rows
     grad_x_ptr, grad_x_stride_m, grad_x_stride_n,  # (M, N), or None
+    also_ptr, also_stride_m, also_stride_n,  # (M, N), the same in another dtype; or None
     shares_ptr,  # (blocks, 2, M), the share of each block of columns in the dots; or None
     partial_ptr, partial_bias_ptr,  # (programs, N), or None
     M, N, offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -156,6 +157,8 @@ def norm_bwd_kernel(
             if grad_total_ptr is not None:
                 grad += load_row(grad_total_ptr + rows * grad_total_stride_m, grad_total_stride_n, cols, mask)
             tl.store(grad_x_ptr + rows * grad_x_stride_m + cols * grad_x_stride_n, grad, mask)
+            if also_ptr is not None:
+                tl.store(also_ptr + rows * also_stride_m + cols * also_stride_n, grad, mask)
     at = tl.program_id(0).to(tl.int64) * N + cols
     if partial_ptr is not None:
         tl.store(partial_ptr + at, tl.sum(partial, axis=0, keep_dims=True), cols < N)
@@ -171,6 +174,7 @@ def norm_bwd_few_kernel(
     weight_ptr, weight_stride,  # (N,)
     mean_ptr, rstd_ptr,  # (M,), the mean or None
     grad_x_ptr, grad_x_stride_m, grad_x_stride_n,  # (M, N)
+    also_ptr, also_stride_m, also_stride_n,  # (M, N), the same in another dtype; or None
     grad_weight_ptr, grad_bias_ptr,  # (N,), the bias's or None
     M, N, offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -209,6 +213,8 @@ def norm_bwd_few_kernel(
         if grad_total_ptr is not None:
             grad += load_row(grad_total_ptr + rows * grad_total_stride_m, grad_total_stride_n, cols, mask)
         tl.store(grad_x_ptr + rows * grad_x_stride_m + cols * grad_x_stride_n, grad, mask)
+        if also_ptr is not None:
+            tl.store(also_ptr + rows * also_stride_m + cols * also_stride_n, grad, mask)
 
 
 @triton.jit
@@ -274,9 +280,9 @@ def norm_fwd(
 
 def norm_bwd(
     grad_out: Tensor, grad_total: Opt, x: Tensor, weight: Opt, bias: Opt, mean: Opt, rstd: Tensor, offset: float | None,
-    needs: Sequence[bool],
+    needs: Sequence[bool], also: Opt = None,
 ) -> tuple[Opt, Opt, Opt]:  # fmt: skip
-    """The gradients of what was normalised, weight and bias, where needed."""
+    """The gradients of what was normalised, weight and bias, where needed; the first is written to `also`, too."""
     (M, N), device = x.shape, x.get_device()
     inputs = *strided(grad_out), *strided(grad_total), *strided(x), *strided(weight, dims=1), mean, rstd
     # Rows that do not begin at a multiple of 16 bytes are read by the element, which takes more registers.
@@ -285,7 +291,8 @@ def norm_bwd(
         grads = torch.empty_like(x), torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
         block_m, block_n, warps = row_blocks(M, N, most=widest)
         launch(
-            norm_bwd_few_kernel, (triton.cdiv(M, block_m) + triton.cdiv(N, 32),), *inputs, *strided(grads[0]), *grads[1:],
+            norm_bwd_few_kernel, (triton.cdiv(M, block_m) + triton.cdiv(N, 32),), *inputs, *strided(grads[0]), *strided(also),
+            *grads[1:],
             M, N, offset, block_m, block_n, 32, num_warps=max(warps, 4),
         )  # fmt: skip
         return tuple([g if need else None for g, need in zip(grads, needs, strict=True)])  # type: ignore[return-value]
@@ -302,7 +309,8 @@ def norm_bwd(
 
     def walk(dots: Opt, grad_x: Opt, shares: Opt, *partials: Opt) -> None:
         launch(
-            norm_bwd_kernel, (programs, blocks), *inputs, dots, 0 if dots is None else dots.stride(0), *strided(grad_x), shares,
+            norm_bwd_kernel, (programs, blocks), *inputs, dots, 0 if dots is None else dots.stride(0), *strided(grad_x),
+            *strided(also), shares,
             *partials, M, N, offset, block_m, block_n, stages, num_warps=warps,
         )  # fmt: skip
 
