@@ -79,12 +79,6 @@ def literal(text: str) -> Any:
         return text
 
 
-def tunables(op: str, backend: str) -> dict[str, Tunable]:
-    """The kernels of an op that have configurations, by name."""
-    found = vars(importlib.import_module(f"{backend}.{op}")).values()
-    return {t.name: t for t in found if isinstance(t, Tunable)}
-
-
 @contextlib.contextmanager
 def forced(kernels: Any, tunable: Tunable, config: Config | None) -> Generator[None]:
     """Every call takes this configuration meanwhile."""
@@ -114,7 +108,7 @@ def compile_one(case: Case, backend: str, direction: str, where: Gpu, name: str,
     """Compiles a candidate into Triton's cache, in a process of its own; says what is wrong with it, if anything."""
     try:
         op, kernels = case.declaration, function(case.op, backend).kernels
-        with forced(kernels, tunables(case.op, backend)[name], config):
+        with forced(kernels, offline.tunables(case.op, backend)[name], config):
             compiled = offline.compile_op(op, backend, where, case.what, case.arguments("meta"))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -265,10 +259,9 @@ def save(path: Path, where: Gpu, kernel: str, sizes: str, config: Config) -> Non
 
 def chosen(case: Case, backend: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tunable]]:
     """Runs an op, and says of each direction which kernels choose a configuration; they know by which arguments."""
-    known = tunables(case.op, backend).values()
+    known = offline.tunables(case.op, backend).values()
     for tunable in known:
         tunable.asked = None
-        tunable.forget()
     for direction in offline.walk(case.declaration, backend, arguments):
         for tunable in known:
             if tunable.asked is not None:

@@ -1,7 +1,7 @@
-"""Compiles kernels for GPUs that this machine does not have: `python -m bench.offline sm_90 [OP ...]` prints JSON.
+"""Compiles kernels for GPUs that this machine does not have: `python -m bench.offline sm_80,sm_90 [OP ...]` prints JSON.
 
 The host functions of both packages run on fake CUDA tensors while the chosen GPU is stood in for; Triton compiles what
-they launch, and launches nothing. One process serves one architecture, and not Triton's interpreter, since Triton and Helion
+they launch, and launches nothing. One process serves GPUs of one vendor, and not Triton's interpreter, since Triton and Helion
 decide once for which of these they are there.
 """
 
@@ -32,7 +32,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction, MockTensor
 
-from kernels_reference._config import Gpu
+from kernels_reference._config import Gpu, Tunable
+from kernels_reference._config import gpu as known_gpu
 from kernels_reference._draw import Draw
 from kernels_reference._op import Op
 
@@ -49,10 +50,15 @@ GPUS = {
 }
 
 
+NVIDIA = ",".join(arch for arch in GPUS if arch.startswith("sm_"))
+NUMBERS: dict[Gpu, int] = {}
+
+
 @dataclass(frozen=True)
 class Compiled:
     """One kernel as compiled: registers a thread, bytes spilled a thread, bytes of shared memory a block."""
 
+    arch: str
     op: str
     backend: str
     direction: str
@@ -99,7 +105,8 @@ def stand_in(gpu: Gpu, *, compiles: bool = True) -> Generator[list[Any]]:
     )
     driver = SimpleNamespace(
         get_current_target=lambda: target,
-        get_current_device=lambda: 0,
+        # Triton keeps what it compiled by the number of the device.
+        get_current_device=lambda: NUMBERS.setdefault(gpu, len(NUMBERS)),
         get_current_stream=lambda device: 0,
         get_active_torch_device=lambda: torch.device("cuda", 0),
     )
@@ -142,7 +149,9 @@ def stand_in(gpu: Gpu, *, compiles: bool = True) -> Generator[list[Any]]:
             (fake_tensor, "init_gpu_context", lambda device: None),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
+        known_gpu.cache_clear()
         yield compiled
+    known_gpu.cache_clear()
 
 
 def resources(kernel: Any) -> tuple[int, int]:
@@ -169,8 +178,16 @@ def on_cuda(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def tunables(op: str, backend: str) -> dict[str, Tunable]:
+    """The kernels of an op that have configurations, by name."""
+    of = vars(importlib.import_module(f"{backend}.{op}")).values()
+    return {t.name: t for t in of if isinstance(t, Tunable)}
+
+
 def walk(op: Op[Any], backend: str, arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Runs the kernels of an op, and says after each direction which it was."""
+    """Runs the kernels of an op, each with a configuration chosen anew, and says after each direction which it was."""
+    for tunable in tunables(op.name, backend).values():
+        tunable.forget()
     kernels = getattr(importlib.import_module(f"{backend}.{op.name}"), op.name).kernels
     bound = zip(op.arguments.names, op.arguments.bind((), arguments), strict=True)
     values = [v for n, v in bound if n in kernels.names]
@@ -191,11 +208,8 @@ def compile_op(op: Op[Any], backend: str, gpu: Gpu, workload: str, arguments: Ma
         for direction in walk(op, backend, on_cuda(arguments)):
             for kernel in compiled:
                 m, source = kernel.metadata, kernel.src.fn.fn.__code__.co_filename
-                found.append(
-                    Compiled(
-                        op.name, backend, direction, workload, m.name, *resources(kernel), m.shared, m.num_warps, source
-                    )
-                )  # fmt: skip
+                cell = gpu.arch, op.name, backend, direction, workload, m.name
+                found.append(Compiled(*cell, *resources(kernel), m.shared, m.num_warps, source))
             compiled.clear()
     return found
 
@@ -212,7 +226,7 @@ def in_child(arch: str, *ops: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("arch", choices=GPUS)
+    parser.add_argument("arch", help=f"of {', '.join(GPUS)}: one, or several of one vendor with commas between")
     parser.add_argument("ops", nargs="*", metavar="OP")
     parser.add_argument("--backend", choices=("kernels_helion", "kernels_triton"), action="append")
     chosen = parser.parse_args()
@@ -223,8 +237,9 @@ def main() -> None:
         for backend in chosen.backend or ("kernels_helion", "kernels_triton"):
             for workload in op.workloads:
                 arguments = op.workloads[workload](Draw("meta", torch.bfloat16))
-                for line in compile_op(op, backend, GPUS[chosen.arch], workload, arguments):
-                    print(json.dumps(asdict(line)), flush=True)
+                for arch in chosen.arch.split(","):
+                    for line in compile_op(op, backend, GPUS[arch], workload, arguments):
+                        print(json.dumps(asdict(line)), flush=True)
 
 
 if __name__ == "__main__":

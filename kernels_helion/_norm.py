@@ -28,9 +28,13 @@ def bwd_sizes(grad_out: Tensor, grad_total: Opt, x: Tensor, weight: Opt, mean: O
     return {**rows_and_columns(grad_out), "centred": mean is not None, "added": grad_total is not None}
 
 
+def widest(N: int) -> int:
+    """Of rows that stay on the chip. Those that do not begin at a multiple of 16 bytes are read by the element."""
+    return 8192 if N % 8 == 0 else 4096
+
+
 def bwd_config(grad_out: Tensor, grad_total: Opt, x: Tensor, *_: Any) -> Config:
-    # Rows that do not begin at a multiple of 16 bytes are read by the element, which takes more registers.
-    width = next_power_of_2(x.size(1)) if x.size(1) <= (8192 if x.size(1) % 8 == 0 else 4096) else 4096
+    width = next_power_of_2(x.size(1)) if x.size(1) <= widest(x.size(1)) else 4096
     where = gpu(x.get_device())
     step = min(max(4096 // width, 1), next_power_of_2(-(-x.size(0) // where.processors)))
     # As many steps ahead as half of the shared memory holds, of two tensors or three.
@@ -108,7 +112,7 @@ def norm_bwd_kernel(
                         change = change + averages[:, rows].sum(dim=0)[:, None]
                     else:
                         change = change + (grad.sum(dim=1) / n)[:, None]
-                result = inverse * (grad - change)
+                result = (grad - change) * inverse
                 if grad_total is not None:
                     result = result + grad_total[rows, cols].float()
                 grad_x[rows, cols] = result.to(grad_x.dtype)
@@ -177,7 +181,7 @@ def norm_bwd(
     """The gradients of what was normalised, weight and bias, where needed; the first is written to `also`, too."""
     M, N = x.shape
     inputs = grad_out, grad_total, x, weight, mean, rstd
-    if weight is not None and M * N <= FEW and M <= 1024 and N <= 4096:
+    if weight is not None and M * N <= FEW and M <= 1024 and N <= widest(N):
         grads = torch.empty_like(x), torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
         norm_bwd_few_kernel(*inputs, grads[0], also, *grads[1:], offset)
         return tuple([g if need else None for g, need in zip(grads, needs, strict=True)])  # type: ignore[return-value]

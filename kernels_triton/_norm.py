@@ -241,7 +241,7 @@ def sum_partials_kernel(
 
 @configured(BLOCK_M=(1, 2, 4, 8, 16, 32, 64), BLOCK_N=(4096, 8192, 16384, 32768), num_warps=(1, 2, 4, 8, 16, 32))
 def norm_fwd_config(where: Gpu, M: int, N: int, itemsize: int, centred: bool, added: bool) -> dict[str, int]:
-    block_m, block_n, warps = row_blocks(M, N, most=32768)
+    block_m, block_n, warps = row_blocks(M, N, most=32768, looped=4096 if added else 8192)
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": min(warps, where.warps)}
 
 
@@ -286,7 +286,7 @@ def norm_bwd(
     (M, N), device = x.shape, x.get_device()
     inputs = *strided(grad_out), *strided(grad_total), *strided(x), *strided(weight, dims=1), mean, rstd
     # Rows that do not begin at a multiple of 16 bytes are read by the element, which takes more registers.
-    widest = 32768 // grad_out.itemsize if N % 8 == 0 else 4096
+    widest = 32768 // x.itemsize if N % 8 == 0 else 4096
     if weight is not None and M * N <= FEW and M <= 1024 and N <= widest:
         grads = torch.empty_like(x), torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
         block_m, block_n, warps = row_blocks(M, N, most=widest)
@@ -299,7 +299,7 @@ def norm_bwd(
     grad_x, grad_weight, grad_bias = (
         torch.empty_like(t) if t is not None and need else None for t, need in zip((x, weight, bias), needs, strict=True)
     )
-    config = norm_bwd_config(device, M, N, grad_out.itemsize, mean is not None, grad_total is not None)
+    config = norm_bwd_config(device, M, N, x.itemsize, mean is not None, grad_total is not None)
     block_m, warps = config["BLOCK_M"], config["num_warps"]
     block_n = next_power_of_2(N) if N <= widest else 4096
     blocks = triton.cdiv(N, block_n)

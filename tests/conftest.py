@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # The longest first, so that no core waits for it at the end.
-    items.sort(key=lambda item: "architecture" not in getattr(item, "fixturenames", ()))
+    items.sort(key=lambda item: "architectures" not in getattr(item, "fixturenames", ()))
     if torch.cuda.is_available():
         return
     left_out = [item for item in items if item.get_closest_marker("gpu")]

@@ -39,13 +39,13 @@ def forget() -> None:
     for backend in _ops.BACKENDS:
         for name in _ops.NAMES:
             _ops.function(_ops.load(name), backend).kernels.forget()  # type: ignore[attr-defined]
-            for tunable in _tune.tunables(name, backend).values():
+            for tunable in offline.tunables(name, backend).values():
                 tunable.store.forget()
                 tunable.forget()
 
 
 def softmax(backend: str) -> tuple[Callable[..., torch.Tensor], Tunable]:
-    return _ops.function(_ops.load("softmax"), backend), _tune.tunables("softmax", backend)[TUNED[backend][0]]
+    return _ops.function(_ops.load("softmax"), backend), offline.tunables("softmax", backend)[TUNED[backend][0]]
 
 
 def x() -> torch.Tensor:
@@ -101,7 +101,7 @@ def test_no_file_of_configurations(text: str, tmp_path: Path) -> None:
 
 def test_shipped_configurations(backend: str) -> None:
     """Every file names kernels that there are, and is as the tuner would write it."""
-    names: list[str] = [t for op in _ops.NAMES for t in _tune.tunables(op, backend)]
+    names: list[str] = [t for op in _ops.NAMES for t in offline.tunables(op, backend)]
     assert len(names) == len(set(names))
     for path in (ROOT / backend / "configs").glob("*.json"):
         assert set(read(path)["kernels"]) <= set(names)
@@ -155,7 +155,7 @@ def run_tuner(
     backend: str, folder: Path, *, budget: float = 600, again: bool = False, shape: str = "8x300"
 ) -> tuple[int, Watch]:
     _, tunable = softmax(backend)
-    watch = Watch(lambda: next(t for t in _tune.tunables("softmax", backend).values() if t.forced is not None) or tunable)
+    watch = Watch(lambda: next(t for t in offline.tunables("softmax", backend).values() if t.forced is not None) or tunable)
     left = _tune.tune(
         [_tune.Case("softmax", shape, "float32")],
         [backend],
