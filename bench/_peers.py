@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+from liger_kernel.ops.geglu import LigerGELUMulFunction
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 from liger_kernel.ops.rope import LigerRopeFunction
 from liger_kernel.ops.softmax import LigerSoftmaxFunction
@@ -32,11 +33,20 @@ def rms_norm(x: Tensor, weight: Any = None, eps: Any = None, *, offset: float = 
     return LigerRMSNormFunction.apply(x, weight, eps, offset, casting, False)
 
 
-def swiglu(gate: Tensor, up: Any = None, *, interleaved: bool = False) -> Any:
-    lacks(interleaved)
+def swiglu(
+    gate: Tensor, up: Any = None, *, interleaved: bool = False, alpha: float = 1.0, limit: Any = None, offset: float = 0.0
+) -> Any:
+    lacks(interleaved or limit is not None or (alpha, offset) != (1, 0))
     if up is None:
         gate, up = gate.chunk(2, -1)
     return LigerSiLUMulFunction.apply(gate, up)
+
+
+def geglu(gate: Tensor, up: Any = None, *, interleaved: bool = False, approximate: str = "none") -> Any:
+    lacks(interleaved or approximate != "tanh")
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    return LigerGELUMulFunction.apply(gate, up)
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Any:

@@ -1,37 +1,35 @@
 """SwiGLU: elementwise over tiles in any strides, or over rows of eight where everything is contiguous."""
 
-from typing import Any
-
 import helion.language as hl
 import torch
 from torch import Tensor
 
-from kernels_reference.swiglu import op, split
+from kernels_reference._glu import Maybe
+from kernels_reference.swiglu import Option, in_use, op
 
-from ._kernel import kernel, next_power_of_2, rows_and_columns
-
-Maybe = Tensor | None
-
-
-def column_major(*tensors: Any) -> bool:
-    return any(isinstance(t, Tensor) and t.stride(0) == 1 for t in tensors)
+from ._glu import glu_bwd, glu_fwd, read, sizes, tile_config, write
+from ._kernel import kernel
 
 
-def sizes(*tensors: Any) -> dict[str, int]:
-    return {**rows_and_columns(*tensors), "column_major": column_major(*tensors)}
+def silu(x: Tensor, alpha: Option) -> tuple[Tensor, Tensor]:
+    """`x * sigmoid(alpha * x)`, and its derivative."""
+    scaled = x if alpha is None else alpha * x
+    sigmoid = torch.sigmoid(scaled)
+    return x * sigmoid, sigmoid * (1 + scaled * (1 - sigmoid))
 
 
-def tile_config(out: Tensor, *others: Any, tile: int = 1024) -> dict[str, Any]:
-    M, N = out.shape
-    # Powers of two that divide N leave no lane idle; a column-major tensor wants rows side by side.
-    wide = tile if M == 1 else 32 if column_major(out, *others) else max(N & -N, 256)
-    # A dimension of 1 takes a block of 1: Helion 1.5.0 lets every lane store to it, those beyond the end too.
-    block_n = min(wide, next_power_of_2(N), tile)
-    return {"block_sizes": [1 if M == 1 else tile // block_n, block_n], "loop_orders": [[1, 0]], "num_warps": 4}
+def clamp(x: Tensor, y: Tensor, limit: Option) -> tuple[Tensor, Tensor]:
+    # NaN stays, since it compares as false; torch.clamp would ask for it besides.
+    if limit is not None:
+        x = torch.where(x > limit, limit, x)
+        y = torch.where(y > limit, limit, torch.where(y < -limit, -limit, y))
+    return x, y
 
 
 @kernel(tile_config, sizes)
-def swiglu_fwd_kernel(out: Tensor, gate: Tensor, up: Maybe, eights: bool | None) -> None:
+def swiglu_fwd_kernel(
+    out: Tensor, gate: Tensor, up: Maybe, eights: bool | None, alpha: Option, limit: Option, offset: Option
+) -> None:
     m, n = out.size()
     if eights is not None:
         n = hl.specialize(n)  # Nor would alignment be known without the strides.
@@ -39,16 +37,18 @@ def swiglu_fwd_kernel(out: Tensor, gate: Tensor, up: Maybe, eights: bool | None)
         if up is not None:
             _ = hl.specialize(up.stride(0))
     for rows, cols in hl.tile([m, n]):
-        if up is None:
-            x, y = hl.split(gate[rows, 2 * cols.index[:, None] + hl.arange(2)].float())
-        else:
-            x, y = gate[rows, cols].float(), up[rows, cols].float()
-        out[rows, cols] = (x * torch.sigmoid(x) * y).to(out.dtype)
+        x, y = read(rows, cols, gate, up)
+        x, y = clamp(x, y, limit)
+        if offset is not None:
+            y = y + offset
+        value = silu(x, alpha)[0]
+        out[rows, cols] = (value * y).to(out.dtype)
 
 
 @kernel(tile_config, sizes)
 def swiglu_bwd_kernel(
-    grad_out: Tensor, gate: Tensor, up: Maybe, grad_gate: Maybe, grad_up: Maybe, eights: bool | None
+    grad_out: Tensor, gate: Tensor, up: Maybe, grad_gate: Maybe, grad_up: Maybe, eights: bool | None,
+    alpha: Option, limit: Option, offset: Option,
 ) -> None:  # fmt: skip
     m, n = grad_out.size()
     if eights is not None:
@@ -61,45 +61,27 @@ def swiglu_bwd_kernel(
         if grad_up is not None:
             _ = hl.specialize(grad_up.stride(0))
     for rows, cols in hl.tile([m, n]):
-        if up is None:
-            x, y = hl.split(gate[rows, 2 * cols.index[:, None] + hl.arange(2)].float())
-        else:
-            x, y = gate[rows, cols].float(), up[rows, cols].float()
-        grad, sigmoid = grad_out[rows, cols].float(), torch.sigmoid(x)
-        grad_x, grad_y = grad * y * sigmoid * (1 + x * (1 - sigmoid)), grad * x * sigmoid
-        if grad_gate is not None:
-            if up is None:
-                grad_gate[rows, 2 * cols.index[:, None] + hl.arange(2)] = hl.join(grad_x, grad_y).to(gate.dtype)
-            else:
-                grad_gate[rows, cols] = grad_x.to(gate.dtype)
-        if grad_up is not None:
-            grad_up[rows, cols] = grad_y.to(gate.dtype)
+        given_x, given_y = read(rows, cols, gate, up)
+        x, y = clamp(given_x, given_y, limit)
+        if offset is not None:
+            y = y + offset
+        grad = grad_out[rows, cols].float()
+        value, slope = silu(x, alpha)
+        grad_x, grad_y = grad * y * slope, grad * value
+        if limit is not None:
+            grad_x = torch.where(given_x <= limit, grad_x, 0.0)
+            grad_y = torch.where(torch.abs(given_y) <= limit, grad_y, 0.0)
+        write(rows, cols, grad_gate, grad_up, up is None, grad_x, grad_y)
 
 
-def in_eights(*tensors: Maybe) -> list[Any]:
-    """All in rows of eight, if they are contiguous: then no width is too narrow for a tile, and no mask divides 16 bytes."""
-    lead = tensors[0]
-    if lead is None or not all(t is None or t.is_contiguous() for t in tensors):
-        return [*tensors, None]
-    eights = lead.numel() % 8 == 0 or None
-    rows = lead.numel() // 8 if eights else 1
-    return [*(None if t is None else t.view(rows, -1) for t in tensors), eights]
+def swiglu_fwd(gate: Tensor, up: Maybe, interleaved: bool, alpha: float, limit: Option, offset: float) -> Tensor:
+    return glu_fwd(swiglu_fwd_kernel, gate, up, interleaved, *in_use(alpha, limit, offset))
 
 
-def swiglu_fwd(gate: Tensor, up: Maybe, interleaved: bool) -> Tensor:
-    out = op.outputs["out"](gate, up, interleaved)
-    swiglu_fwd_kernel(*in_eights(out, *((gate, None) if interleaved else split(gate, up, False))))
-    return out
-
-
-def swiglu_bwd(grad_out: Tensor, gate: Tensor, up: Maybe, interleaved: bool, needs: list[bool]) -> tuple[Maybe, Maybe]:
-    grad_gate = torch.empty_like(gate) if needs[0] else None
-    grad_up = torch.empty_like(up) if up is not None and needs[1] else None
-    if up is not None or interleaved:
-        swiglu_bwd_kernel(*in_eights(grad_out, gate, up, grad_gate, grad_up))
-    elif grad_gate is not None:
-        swiglu_bwd_kernel(*in_eights(grad_out, *split(gate, None, False), *split(grad_gate, None, False)))
-    return grad_gate, grad_up
+def swiglu_bwd(
+    grad_out: Tensor, gate: Tensor, up: Maybe, interleaved: bool, alpha: float, limit: Option, offset: float, needs: list[bool]
+) -> tuple[Maybe, Maybe]:
+    return glu_bwd(swiglu_bwd_kernel, grad_out, gate, up, interleaved, needs, *in_use(alpha, limit, offset))
 
 
 swiglu = op.implement(swiglu_fwd, swiglu_bwd)

@@ -3,10 +3,11 @@
 from .add_layer_norm import add_layer_norm
 from .add_rms_norm import add_rms_norm
 from .cross_entropy import cross_entropy
+from .geglu import geglu
 from .layer_norm import layer_norm
 from .rms_norm import rms_norm
 from .rope import rope
 from .softmax import softmax
 from .swiglu import swiglu
 
-__all__ = ["add_layer_norm", "add_rms_norm", "cross_entropy", "layer_norm", "rms_norm", "rope", "softmax", "swiglu"]
+__all__ = ["add_layer_norm", "add_rms_norm", "cross_entropy", "geglu", "layer_norm", "rms_norm", "rope", "softmax", "swiglu"]

@@ -1,114 +1,13 @@
-"""SwiGLU: elementwise over tiles in any strides, or over one long row where everything is contiguous."""
+"""SwiGLU: gated activations with silu, and gpt-oss's options."""
 
-from typing import Any
-
-import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from kernels_reference._config import Choice, Gpu
-from kernels_reference.swiglu import op, split
+from kernels_reference._config import Gpu
+from kernels_reference._glu import Maybe
+from kernels_reference.swiglu import Option, in_use, op
 
-from ._launch import configured, launch, next_power_of_2
-
-
-@triton.jit
-def place(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """This program's rows, its first column, and whether all its elements exist."""
-    blocks = tl.cdiv(N, BLOCK_N)
-    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M
-    col = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_N
-    return row + tl.arange(0, BLOCK_M)[:, None], col, (row + BLOCK_M <= M) & (col + BLOCK_N <= N)
-
-
-@triton.jit
-def read(gate_ptr, up_ptr, mask, gate_mask):
-    gate = tl.load(gate_ptr, gate_mask).to(tl.float32)
-    if up_ptr is None:
-        gate, up = tl.split(tl.reshape(gate, gate.shape[0], gate.shape[1] // 2, 2))
-    else:
-        up = tl.load(up_ptr, mask).to(tl.float32)
-    return gate, up
-
-
-@triton.jit
-def forward(gate_ptr, up_ptr, out_ptr, mask, gate_mask):
-    gate, up = read(gate_ptr, up_ptr, mask, gate_mask)
-    tl.store(out_ptr, gate * tl.sigmoid(gate) * up, mask)
-
-
-@triton.jit
-def backward(grad_out_ptr, gate_ptr, up_ptr, grad_gate_ptr, grad_up_ptr, mask, gate_mask):
-    gate, up = read(gate_ptr, up_ptr, mask, gate_mask)
-    grad_out = tl.load(grad_out_ptr, mask).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    grad_up = grad_out * gate * sigmoid
-    grad_gate = grad_out * up * sigmoid * (1 + gate * (1 - sigmoid))
-    if up_ptr is None:
-        pairs = tl.reshape(tl.join(grad_gate, grad_up), gate_ptr.shape)
-        tl.store(grad_gate_ptr, pairs, gate_mask)
-    else:
-        if grad_gate_ptr is not None:
-            tl.store(grad_gate_ptr, grad_gate, mask)
-        if grad_up_ptr is not None:
-            tl.store(grad_up_ptr, grad_up, mask)
-
-
-@triton.jit
-def swiglu_fwd_kernel(
-    out_ptr,  # (M, N)
-    gate_ptr,  # (M, N), or (M, 2 * N) with up between
-    up_ptr,  # (M, N), or None
-    M, N, out_stride_m, out_stride_n, gate_stride_m, gate_stride_n, up_stride_m, up_stride_n,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    rows, col, whole = place(M, N, BLOCK_M, BLOCK_N)
-    cols = col + tl.arange(0, BLOCK_N)[None, :]
-    gate_cols = 2 * col + tl.arange(0, 2 * BLOCK_N)[None, :] if up_ptr is None else cols
-    out_ptr += rows * out_stride_m + cols * out_stride_n
-    gate_ptr += rows * gate_stride_m + gate_cols * gate_stride_n
-    if up_ptr is not None:
-        up_ptr += rows * up_stride_m + cols * up_stride_n
-    # A mask over a size that 16 does not divide makes every access a single element; whole tiles do without.
-    if whole:
-        forward(gate_ptr, up_ptr, out_ptr, None, None)
-    else:
-        mask = (rows < M) & (cols < N)
-        forward(gate_ptr, up_ptr, out_ptr, mask, (rows < M) & (gate_cols // 2 < N) if up_ptr is None else mask)
-
-
-@triton.jit
-def swiglu_bwd_kernel(
-    grad_out_ptr,  # (M, N)
-    gate_ptr,  # (M, N), or (M, 2 * N) with up between
-    up_ptr,  # (M, N), or None
-    grad_gate_ptr,  # as gate, or None
-    grad_up_ptr,  # (M, N), or None
-    M, N, grad_out_stride_m, grad_out_stride_n, gate_stride_m, gate_stride_n, up_stride_m, up_stride_n,
-    grad_gate_stride_m, grad_gate_stride_n, grad_up_stride_m, grad_up_stride_n,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    rows, col, whole = place(M, N, BLOCK_M, BLOCK_N)
-    cols = col + tl.arange(0, BLOCK_N)[None, :]
-    gate_cols = 2 * col + tl.arange(0, 2 * BLOCK_N)[None, :] if up_ptr is None else cols
-    grad_out_ptr += rows * grad_out_stride_m + cols * grad_out_stride_n
-    gate_ptr += rows * gate_stride_m + gate_cols * gate_stride_n
-    if up_ptr is not None:
-        up_ptr += rows * up_stride_m + cols * up_stride_n
-    if grad_gate_ptr is not None:
-        grad_gate_ptr += rows * grad_gate_stride_m + gate_cols * grad_gate_stride_n
-    if grad_up_ptr is not None:
-        grad_up_ptr += rows * grad_up_stride_m + cols * grad_up_stride_n
-    if whole:
-        backward(grad_out_ptr, gate_ptr, up_ptr, grad_gate_ptr, grad_up_ptr, None, None)
-    else:
-        mask = (rows < M) & (cols < N)
-        gate_mask = (rows < M) & (gate_cols // 2 < N) if up_ptr is None else mask
-        backward(grad_out_ptr, gate_ptr, up_ptr, grad_gate_ptr, grad_up_ptr, mask, gate_mask)
-
-
-SPACE = {"TILE": (512, 1024, 2048, 4096, 8192), "num_warps": (1, 2, 4, 8, 16)}
+from ._glu import SPACE, glu_bwd, glu_fwd
+from ._launch import configured
 
 
 @configured(**SPACE)
@@ -121,40 +20,14 @@ def swiglu_bwd_config(where: Gpu, M: int, N: int, itemsize: int, column_major: b
     return {"TILE": 1024, "num_warps": 4}
 
 
-def over_tiles(kernel: Any, choice: Choice, lead: Tensor, *tensors: Tensor | None) -> None:
-    """Launches a kernel on tensors of which the first is (M, N)."""
-    present = [t for t in (lead, *tensors) if t is not None]
-    one_row, column_major = all(t.is_contiguous() for t in present), any(t.stride(0) == 1 for t in present)
-    M, N = (1, lead.numel()) if one_row else lead.shape
-    config = choice(lead.get_device(), M, N, lead.itemsize, column_major and not one_row)
-    tile = config["TILE"]
-    # Powers of two that divide N leave no lane idle; a column-major tensor wants rows side by side.
-    wide = 32 if column_major else max(N & -N, 256)
-    block_n = tile if one_row else min(wide, next_power_of_2(N), tile)
-    block_m = 1 if one_row else tile // block_n
-    strides = [stride for t in (lead, *tensors) for stride in ((0, 1) if one_row or t is None else t.stride())]
-    grid = (triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)
-    launch(kernel, grid, lead, *tensors, M, N, *strides, block_m, block_n, num_warps=config["num_warps"])
-
-
-def swiglu_fwd(gate: Tensor, up: Tensor | None, interleaved: bool) -> Tensor:
-    out = op.outputs["out"](gate, up, interleaved)
-    if not interleaved:
-        gate, up = split(gate, up, interleaved)
-    over_tiles(swiglu_fwd_kernel, swiglu_fwd_config, out, gate, up)
-    return out
+def swiglu_fwd(gate: Tensor, up: Maybe, interleaved: bool, alpha: float, limit: Option, offset: float) -> Tensor:
+    return glu_fwd(swiglu_fwd_config, gate, up, interleaved, *in_use(alpha, limit, offset), "silu")
 
 
 def swiglu_bwd(
-    grad_out: Tensor, gate: Tensor, up: Tensor | None, interleaved: bool, needs: list[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    grad_gate = torch.empty_like(gate) if needs[0] else None
-    grad_up = torch.empty_like(up) if up is not None and needs[1] else None
-    if up is not None or interleaved:
-        over_tiles(swiglu_bwd_kernel, swiglu_bwd_config, grad_out, gate, up, grad_gate, grad_up)
-    elif grad_gate is not None:
-        over_tiles(swiglu_bwd_kernel, swiglu_bwd_config, grad_out, *split(gate, None, False), *split(grad_gate, None, False))
-    return grad_gate, grad_up
+    grad_out: Tensor, gate: Tensor, up: Maybe, interleaved: bool, alpha: float, limit: Option, offset: float, needs: list[bool]
+) -> tuple[Maybe, Maybe]:
+    return glu_bwd(swiglu_bwd_config, grad_out, gate, up, interleaved, needs, *in_use(alpha, limit, offset), "silu")
 
 
 swiglu = op.implement(swiglu_fwd, swiglu_bwd)

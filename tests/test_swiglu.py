@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels_reference.swiglu import op, split
+from kernels_reference._glu import split
+from kernels_reference.swiglu import op
 
 from . import _ops
 
@@ -36,6 +37,37 @@ def test_published_formulas(backend: str) -> None:
     torch.testing.assert_close(swiglu(backend)(gate, up), F.silu(gate) * up)
     torch.testing.assert_close(swiglu(backend)(packed), F.silu(packed[..., :96]) * packed[..., 96:])
     torch.testing.assert_close(swiglu(backend)(packed, interleaved=True), F.silu(packed[..., ::2]) * packed[..., 1::2])
+
+
+def test_gpt_oss(backend: str) -> None:
+    """As `GptOssExperts` in transformers and `swiglu` in OpenAI's own code have it, with many elements beyond the limit."""
+    x = (randn(6, 80) * 8).requires_grad_()
+    gate, up = x[..., ::2].clamp(min=None, max=7.0), x[..., 1::2].clamp(min=-7.0, max=7.0)
+    expected = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    got = swiglu(backend)(x, interleaved=True, alpha=1.702, limit=7.0, offset=1.0)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, randn(6, 40))[0] for y in (got, expected)))
+
+
+def test_limit_is_clamp(backend: str) -> None:
+    """At the limit, beyond it, infinite and NaN, in output and gradient."""
+    edges = [1.0, -1.0, 7.0, -7.0, 7.0000005, -7.0000005, 100.0, -100.0, torch.inf, torch.nan]
+    gate = torch.tensor(edges, device=_ops.DEVICE).repeat(11).requires_grad_()
+    up = torch.tensor([*edges, -torch.inf], device=_ops.DEVICE).repeat(10).requires_grad_()
+    got, expected = swiglu(backend)(gate, up, limit=7), F.silu(gate.double().clamp(max=7)) * up.double().clamp(-7, 7)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+    got, expected = (torch.autograd.grad(y.sum(), (gate, up)) for y in (got, expected))
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("option", [{"alpha": 2.0}, {"limit": 0.5}, {"offset": 1.0}], ids=str)
+def test_each_option_alone(backend: str, option: dict[str, Any]) -> None:
+    """And that a call with an option leaves the next one, without, as it was."""
+    x = randn(5, 48).requires_grad_()
+    for options in (option, dict[str, Any]()):
+        got, expected = swiglu(backend)(x, **options), op.fn(x, **options)
+        torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (got, expected)))
 
 
 @layouts
@@ -98,9 +130,9 @@ def test_gate_is_up(backend: str) -> None:
 
 def test_only_needed_gradients_are_made(backend: str) -> None:
     gate, up, incoming = randn(3, 40), randn(3, 40), randn(3, 40)
-    both = swiglu(backend).kernels.backward(incoming, gate, up, False, [True, True])
+    both = swiglu(backend).kernels.backward(incoming, gate, up, False, 1.0, None, 0.0, [True, True])
     for needs in ([True, False], [False, True]):
-        got = swiglu(backend).kernels.backward(incoming, gate, up, False, needs)
+        got = swiglu(backend).kernels.backward(incoming, gate, up, False, 1.0, None, 0.0, needs)
         assert [g is not None for g in got] == needs
         torch.testing.assert_close(got[needs.index(True)], both[needs.index(True)])
 
@@ -113,6 +145,11 @@ def test_bad_input(backend: str) -> None:
         (ValueError, r"interleaved must be False where up is given, got True", lambda: fn(x, x, interleaved=True)),
         (TypeError, r"up must have the dtype of gate, torch.float32, got torch.float16", lambda: fn(x, x.half())),
         (ValueError, r"up must have the shape of gate, \(3, 4\), got \(1, 4\)", lambda: fn(x, x[:1])),
+        (ValueError, r"limit must be more than 0 or None, got 0", lambda: fn(x, x, limit=0)),
+        (ValueError, r"limit must be more than 0 or None, got nan", lambda: fn(x, x, limit=torch.nan)),
+        (ValueError, r"alpha must be finite, got inf", lambda: fn(x, x, alpha=torch.inf)),
+        (ValueError, r"offset must be finite, got nan", lambda: fn(x, x, offset=torch.nan)),
+        (TypeError, r"limit must be a float or None, got '7'", lambda: fn(x, x, limit="7")),
     ):
         with pytest.raises(error, match=f"^swiglu: {match}"):
             call()
