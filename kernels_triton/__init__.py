@@ -1,9 +1,10 @@
 """The ops in hand-written Triton."""
 
 from .cross_entropy import cross_entropy
+from .log_softmax import log_softmax
 from .rms_norm import rms_norm
 from .rope import rope
 from .softmax import softmax
 from .swiglu import swiglu
 
-__all__ = ["cross_entropy", "rms_norm", "rope", "softmax", "swiglu"]
+__all__ = ["cross_entropy", "log_softmax", "rms_norm", "rope", "softmax", "swiglu"]
