@@ -127,17 +127,16 @@ def softmax_bwd_long(grad_out: Tensor, out: Tensor, lanes: int, log: bool | None
 
 def kernels(op: str) -> tuple[Kernel[..., Tensor], ...]:
     """The four above, with configurations of an op's own."""
-    rules = {
-        softmax_whole: whole_config,
-        softmax_long: long_config,
-        softmax_bwd_whole: bwd_config,
-        softmax_bwd_long: long_config,
-    }
-    return tuple(kernel(rule, name=fn.__name__.replace("softmax", op))(fn) for fn, rule in rules.items())
+    return (
+        kernel(whole_config, name=f"{op}_whole")(softmax_whole),
+        kernel(long_config, name=f"{op}_long")(softmax_long),
+        kernel(bwd_config, name=f"{op}_bwd_whole")(softmax_bwd_whole),
+        kernel(long_config, name=f"{op}_bwd_long")(softmax_bwd_long),
+    )
 
 
 def lanes_of(x: Tensor) -> int:
-    # Each single element that is read has an address of its own in registers.
+    # Elements that are read one by one have an address each in registers.
     return THREADS * (2 if x.size(1) % 16 else 16 // x.itemsize)
 
 
