@@ -6,9 +6,21 @@ from .add_rms_norm import add_rms_norm
 from .cross_entropy import cross_entropy
 from .geglu import geglu
 from .layer_norm import layer_norm
+from .log_softmax import log_softmax
 from .rms_norm import rms_norm
 from .rope import rope
 from .softmax import softmax
 from .swiglu import swiglu
 
-__all__ = ["add_layer_norm", "add_rms_norm", "cross_entropy", "geglu", "layer_norm", "rms_norm", "rope", "softmax", "swiglu"]
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "cross_entropy",
+    "geglu",
+    "layer_norm",
+    "log_softmax",
+    "rms_norm",
+    "rope",
+    "softmax",
+    "swiglu",
+]

@@ -55,8 +55,8 @@ def rows_and_columns(x: Tensor, *_: Any) -> dict[str, int]:
 class Kernel(Tunable, Generic[P, R]):
     """A Helion kernel; `rule` maps its arguments to a sound configuration, `sizes` to what configurations are tuned for."""
 
-    def __init__(self, fn: Callable[P, R], rule: Callable[P, Config], sizes: Sizes) -> None:
-        super().__init__(STORE, fn.__name__)
+    def __init__(self, fn: Callable[P, R], rule: Callable[P, Config], sizes: Sizes, name: str | None = None) -> None:
+        super().__init__(STORE, name or fn.__name__)
         functools.update_wrapper(self, fn)
         self.fn, self.rule, self._sizes = fn, rule, sizes
         self.variants: dict[str, helion.Kernel[R]] = {}
@@ -140,9 +140,11 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any)
     return _replay.launch(default_launcher, kernel, grid, *arguments, **options)
 
 
-def kernel(rule: Callable[..., Config], sizes: Sizes = rows_and_columns) -> Callable[[Callable[P, R]], Kernel[P, R]]:
-    """Decorates a Helion kernel."""
-    return lambda fn: Kernel(fn, rule, sizes)
+def kernel(
+    rule: Callable[..., Config], sizes: Sizes = rows_and_columns, name: str | None = None
+) -> Callable[[Callable[P, R]], Kernel[P, R]]:
+    """Decorates a Helion kernel. Its configurations are kept under `name`, or its own."""
+    return lambda fn: Kernel(fn, rule, sizes, name)
 
 
 def _span(t: Tensor) -> int:

@@ -1,6 +1,7 @@
 """Softmax along one dimension."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +30,11 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     return e / e.sum(dim, keepdim=True)
 
 
-def check(x: Tensor, dim: int) -> None:
+def check(name: str, x: Tensor, dim: int) -> None:
     if x.ndim == 0:
-        raise ValueError("softmax: x must have one dimension or more, got a scalar")
+        raise ValueError(f"{name}: x must have one dimension or more, got a scalar")
     if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"softmax: dim must be from {-x.ndim} to {x.ndim - 1} for x of shape {tuple(x.shape)}, got {dim}")
+        raise ValueError(f"{name}: dim must be from {-x.ndim} to {x.ndim - 1} for x of shape {tuple(x.shape)}, got {dim}")
 
 
 def samples(draw: Draw) -> Iterator[dict[str, Any]]:
@@ -70,7 +71,7 @@ workloads = {
 
 op = Op(
     fn=softmax,
-    check=check,
+    check=partial(check, "softmax"),
     samples=samples,
     workloads=workloads,
     cost=cost,

@@ -1,169 +1,30 @@
-"""Softmax: a row stays on the chip where it fits, and is read twice, the second time backwards, where it does not."""
+"""Softmax, by the kernels that it shares with its logarithm."""
 
-import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
-from kernels_reference._config import Config, Gpu, gpu
+from kernels_reference._config import Gpu
 from kernels_reference.softmax import op
 
-from ._launch import configured, launch, next_power_of_2, row_blocks
-from ._online import LOG2E, finite, online_step
+from ._launch import configured
+from ._softmax import FWD_SPACE, SPACE, backward, bwd_config, forward, fwd_config
 
 
-@triton.jit
-def softmax_fwd_kernel(
-    x_ptr, x_stride_m, x_stride_n,  # (M, N)
-    out_ptr, out_stride_m, out_stride_n,  # (M, N)
-    M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    for row in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=STAGES):  # type: ignore[misc]
-        rows = (row + tl.arange(0, BLOCK_M)[:, None]).to(tl.int64)
-        mask = (rows < M) & (cols < N)
-        x = tl.load(x_ptr + rows * x_stride_m + cols.to(tl.int64) * x_stride_n, mask, other=float("-inf")).to(tl.float32)
-        x -= tl.max(x, axis=1, keep_dims=True)
-        # The fast one rounds its argument, which float32 would show.
-        e = libdevice.exp(x) if x_ptr.dtype.element_ty == tl.float32 else tl.exp2(x * LOG2E)
-        out = e / tl.sum(e, axis=1, keep_dims=True)  # pyright: ignore
-        tl.store(out_ptr + rows * out_stride_m + cols.to(tl.int64) * out_stride_n, out, mask)
-
-
-@triton.jit
-def softmax_long_fwd_kernel(
-    x_ptr, x_stride_m, x_stride_n,  # (M, N)
-    out_ptr, out_stride_m, out_stride_n,  # (M, N)
-    N, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    x_ptr += tl.program_id(0).to(tl.int64) * x_stride_m
-    out_ptr += tl.program_id(0).to(tl.int64) * out_stride_m
-    lanes = (tl.arange(0, BLOCK_N // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]).to(tl.int64)
-    highest = tl.full((LANES,), float("-inf"), tl.float32)
-    total = tl.zeros((LANES,), tl.float32)
-    for start in range(0, N, BLOCK_N):
-        # What is read again should stay in the L2 cache, what is read or written once should not.
-        ptrs = x_ptr + (start + lanes) * x_stride_n
-        x = tl.load(ptrs, start + lanes < N, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
-        highest, total = online_step(highest, total, x, 0)
-    shift = finite(tl.max(highest, 0))
-    total = tl.sum(total * tl.exp2(highest - shift), 0)
-    # The difference is 0, but of a row with +inf it is NaN.
-    scale = 1 / (total + (total - total))  # pyright: ignore
-    # What was read last is still in the cache.
-    for back in range(BLOCK_N, N + BLOCK_N, BLOCK_N):
-        cols = tl.cdiv(N, BLOCK_N) * BLOCK_N - back + lanes
-        x = tl.load(x_ptr + cols * x_stride_n, cols < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        out = tl.exp2(tl.fma(x, LOG2E, -shift)) * scale
-        tl.store(out_ptr + cols * out_stride_n, out, cols < N, eviction_policy="evict_first")
-
-
-@triton.jit
-def softmax_bwd_kernel(
-    grad_out_ptr, grad_out_stride_m, grad_out_stride_n,  # (M, N)
-    out_ptr, out_stride_m, out_stride_n,  # (M, N)
-    grad_x_ptr, grad_x_stride_m, grad_x_stride_n,  # (M, N)
-    M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AGAIN: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :].to(tl.int64)
-    mask = (rows < M) & (cols < N)
-    grad_out_ptr += rows * grad_out_stride_m + cols * grad_out_stride_n
-    grad_out = tl.load(grad_out_ptr, mask, other=0.0, eviction_policy="evict_last" if AGAIN else "").to(tl.float32)
-    out = tl.load(out_ptr + rows * out_stride_m + cols * out_stride_n, mask, other=0.0).to(tl.float32)
-    dot = tl.sum(grad_out * out, axis=1, keep_dims=True)
-    if AGAIN:  # There are not registers enough for both, but the L1 cache has them.
-        grad_out = tl.load(grad_out_ptr, mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    grad_x = out * (grad_out - dot)
-    tl.store(grad_x_ptr + rows * grad_x_stride_m + cols * grad_x_stride_n, grad_x, mask)
-
-
-@triton.jit
-def softmax_long_bwd_kernel(
-    grad_out_ptr, grad_out_stride_m, grad_out_stride_n,  # (M, N)
-    out_ptr, out_stride_m, out_stride_n,  # (M, N)
-    grad_x_ptr, grad_x_stride_m, grad_x_stride_n,  # (M, N)
-    N, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    grad_out_ptr += tl.program_id(0).to(tl.int64) * grad_out_stride_m
-    out_ptr += tl.program_id(0).to(tl.int64) * out_stride_m
-    grad_x_ptr += tl.program_id(0).to(tl.int64) * grad_x_stride_m
-    lanes = (tl.arange(0, BLOCK_N // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]).to(tl.int64)
-    dot = tl.zeros((LANES,), tl.float32)
-    end = (tl.cdiv(N, BLOCK_N) - 1) * BLOCK_N
-    for start in range(0, end, BLOCK_N):
-        cols = start + lanes
-        grad_out = tl.load(grad_out_ptr + cols * grad_out_stride_n, eviction_policy="evict_last").to(tl.float32)
-        dot += tl.sum(grad_out * tl.load(out_ptr + cols * out_stride_n, eviction_policy="evict_last").to(tl.float32), 0)
-    cols = end + lanes
-    grad_kept = tl.load(grad_out_ptr + cols * grad_out_stride_n, cols < N, other=0.0, eviction_policy="evict_first")
-    kept = tl.load(out_ptr + cols * out_stride_n, cols < N, other=0.0, eviction_policy="evict_first")
-    dot = tl.sum(dot + tl.sum(grad_kept.to(tl.float32) * kept.to(tl.float32), 0), 0)
-    grad_x = kept.to(tl.float32) * (grad_kept.to(tl.float32) - dot)
-    tl.store(grad_x_ptr + cols * grad_x_stride_n, grad_x, cols < N, eviction_policy="evict_first")
-    for back in range(BLOCK_N, end + BLOCK_N, BLOCK_N):
-        cols = end - back + lanes
-        grad_out = tl.load(grad_out_ptr + cols * grad_out_stride_n, eviction_policy="evict_first").to(tl.float32)
-        out = tl.load(out_ptr + cols * out_stride_n, eviction_policy="evict_first").to(tl.float32)
-        tl.store(grad_x_ptr + cols * grad_x_stride_n, out * (grad_out - dot), eviction_policy="evict_first")
-
-
-SPACE: dict[str, tuple[int, ...]] = {
-    "BLOCK_M": (1, 2, 4, 8, 16, 32, 64),
-    "BLOCK_N": (4096, 8192, 16384, 32768),
-    "num_warps": (1, 2, 4, 8, 16, 32),
-}
-
-
-@configured(**SPACE, num_stages=(1, 2, 3, 4), PROGRAMS=(0, 1, 2, 4))  # Programs to a processor; none means one to a tile.
+@configured(**FWD_SPACE)
 def softmax_fwd_config(where: Gpu, M: int, N: int, itemsize: int) -> dict[str, int]:
-    if N * itemsize > 65536:
-        blocks = 1, 65536 // itemsize, where.warps
-    else:
-        block_m, block_n, warps = row_blocks(M, N, most=32768)
-        blocks = block_m, block_n, min(warps, 16)
-    # The widest rows leave room for one program, which reads the next row while it works on this one.
-    row = blocks[1] * itemsize
-    ahead = 32768 < row and 2 * row < where.shared and N <= blocks[1] and M > 2 * where.processors
-    return dict(zip(SPACE, blocks, strict=True)) | {"num_stages": 3 if ahead else 1, "PROGRAMS": int(ahead)}
+    return fwd_config(where, M, N, itemsize)
 
 
 @configured(**SPACE)
 def softmax_bwd_config(where: Gpu, M: int, N: int, itemsize: int) -> dict[str, int]:
-    blocks = (1, 32768 // itemsize, 16) if N * itemsize > 65536 else row_blocks(M, N, most=32768)
-    return dict(zip(SPACE, blocks, strict=True)) | {"num_warps": min(blocks[2], where.warps)}
-
-
-def lanes(config: Config, x: Tensor) -> int:
-    """Of a long row's tile: a thread reads 16 bytes at once, at several places."""
-    return min(config["BLOCK_N"] // 4, config["num_warps"] * 32 * (16 // x.itemsize))
+    return bwd_config(where, M, N, itemsize)
 
 
 def softmax_fwd(x: Tensor) -> Tensor:
-    (M, N), out, device = x.shape, torch.empty_like(x), x.get_device()
-    config = softmax_fwd_config(device, M, N, x.itemsize)
-    layouts, warps = (x, *x.stride(), out, *out.stride()), config["num_warps"]
-    if N > config["BLOCK_N"]:
-        launch(softmax_long_fwd_kernel, (M,), *layouts, N, config["BLOCK_N"], lanes(config, x), num_warps=warps)
-        return out
-    block_m, block_n = config["BLOCK_M"], min(config["BLOCK_N"], next_power_of_2(N))
-    programs = min(triton.cdiv(M, block_m), config["PROGRAMS"] * gpu(device).processors or M)
-    launch(softmax_fwd_kernel, (programs,), *layouts, M, N, block_m, block_n, config["num_stages"], num_warps=warps)
-    return out
+    return forward(softmax_fwd_config, x, log=False)
 
 
 def softmax_bwd(grad_out: Tensor, out: Tensor) -> Tensor:
-    (M, N), grad_x = out.shape, torch.empty_like(out)
-    config = softmax_bwd_config(out.get_device(), M, N, out.itemsize)
-    layouts, warps = (grad_out, *grad_out.stride(), out, *out.stride(), grad_x, *grad_x.stride()), config["num_warps"]
-    if N > config["BLOCK_N"]:
-        launch(softmax_long_bwd_kernel, (M,), *layouts, N, config["BLOCK_N"], lanes(config, out), num_warps=warps)
-        return grad_x
-    block_m, block_n = config["BLOCK_M"], min(config["BLOCK_N"], next_power_of_2(N))
-    again = block_m * block_n > 512 * warps
-    launch(softmax_bwd_kernel, (triton.cdiv(M, block_m),), *layouts, M, N, block_m, block_n, again, num_warps=warps)
-    return grad_x
+    return backward(softmax_bwd_config, grad_out, out, log=False)
 
 
 softmax = op.implement(softmax_fwd, softmax_bwd)
