@@ -60,7 +60,7 @@ def samples(draw: Draw) -> Iterator[dict[str, Any]]:
     yield {"x": draw(2, 3, 100), "eps": 0.1}
     yield {"x": draw(33, 40), "weight": draw(40)}
     yield {"x": draw(60, 5), "bias": draw(5, dtype=torch.bfloat16)}
-    yield layer(130, 8200)(draw)
+    yield layer(33, 8200)(draw)
     yield layer(2, 33001, dtype=torch.float32)(draw)
 
 

@@ -38,7 +38,13 @@ def relayout(draw: Callable[..., Any], t: Tensor) -> Tensor:
     return t
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=CHECKS)
+@settings(
+    max_examples=60 if torch.cuda.is_available() else 24,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=CHECKS,
+)
 @given(data=st.data())
 def test_any_layout(data: st.DataObject) -> None:
     """Any sample of any op, with each tensor in any layout, in any dtype."""

@@ -41,13 +41,16 @@ CHANGES = {
 }
 
 
+QUICK = [CHANGES[name] for name in ("contents", "strides", "alignment", "dtype")]
+
+
 def test_changes_between_calls(op: Op[Any], backend: str) -> None:
     """The first calls run, the second are recorded, the third are replayed; then what was there before is, again."""
     plain = _ops.sample(op, 1, torch.float32)
     before, function = Oracle(op, plain), _ops.function(op, backend)
     for _ in range(2):
         right(before, function)
-    for change in CHANGES.values():
+    for change in CHANGES.values() if torch.cuda.is_available() else QUICK:
         after = Oracle(op, change(plain))
         for oracle in (after, after, after, before):
             right(oracle, function)
