@@ -223,7 +223,8 @@ def test_training_call_costs_little_more_than_the_native_one(backend: str) -> No
 
 
 def test_tuner_command(tmp_path: Path) -> None:
-    command = [sys.executable, *"-m bench tune softmax --shape 64x1000 --budget 120 --folder".split(), str(tmp_path)]
+    options = ["--shape", "64x1000", "--budget", "120", "--folder", str(tmp_path)]
+    command = [sys.executable, "-m", "bench", "tune", "softmax", *options]
     done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     print(done.stderr)
