@@ -77,15 +77,18 @@ class Kernel(Tunable, Generic[P, R]):
         once = {id(a): a.detach() for a in args if isinstance(a, Tensor)}
         self.asked = asked = tuple(once.get(id(a), a) for a in args)
         where = gpu(args[0].get_device())
-        try:
-            variant = self.variant(self.choose(where, *asked), *asked)
+
+        def compiled(config: Config) -> Callable[..., R]:
+            variant = self.variant(config, *asked)
             return variant.bind(asked).compile_config(variant.configs[0])
+
+        try:
+            return compiled(self.choose(where, *asked))
         except helion.exc.InvalidConfig:
             if self.forced or not self.tuned(where, *asked):
                 raise
             # It was tuned for another version of the kernel, or by another of Helion.
-            variant = self.variant(self.default(where, *asked), *asked)
-            return variant.bind(asked).compile_config(variant.configs[0])
+            return compiled(self.default(where, *asked))
 
     def config(self, *args: Any) -> Config:
         """The configuration of a call with these arguments, of which the first is a tensor."""

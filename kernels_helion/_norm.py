@@ -205,3 +205,16 @@ def norm_bwd(
     elif bias_sums is not None:
         norm_sum_kernel(bias_sums, None, grad_bias, None)
     return grad_x, grad_weight, grad_bias
+
+
+def add_norm_bwd(
+    grad_out: Tensor, grad_total: Tensor, total: Tensor, weight: Opt, bias: Opt, mean: Opt, rstd: Tensor, offset: float,
+    needs: Sequence[bool],
+) -> tuple[Opt, Opt, Opt, Opt]:  # fmt: skip
+    """The gradients of both terms of the sum, weight and bias, where needed."""
+    needs_x, needs_residual, *needs_rest = needs
+    grad_x = torch.empty_like(grad_out) if needs_x else None
+    grad_residual, grad_weight, grad_bias = norm_bwd(
+        grad_out, grad_total, total, weight, bias, mean, rstd, offset, (needs_x or needs_residual, *needs_rest), also=grad_x
+    )
+    return grad_x, grad_residual if needs_residual else None, grad_weight, grad_bias

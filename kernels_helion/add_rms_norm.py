@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels_reference.add_rms_norm import Casting, Opt, op
 
-from ._norm import norm_bwd, norm_bwd_few_kernel, norm_bwd_kernel, norm_fwd, norm_fwd_kernel, norm_sum_kernel
+from ._norm import add_norm_bwd, norm_bwd_few_kernel, norm_bwd_kernel, norm_fwd, norm_fwd_kernel, norm_sum_kernel
 
 KERNELS = norm_fwd_kernel, norm_bwd_kernel, norm_bwd_few_kernel, norm_sum_kernel
 
@@ -26,13 +26,8 @@ def add_rms_norm_fwd(
 def add_rms_norm_bwd(
     grad_out: Tensor, grad_total: Tensor, total: Tensor, weight: Opt, rstd: Tensor, offset: float, needs: list[bool]
 ) -> tuple[Opt, Opt, Opt]:
-    needs_x, needs_residual, needs_weight = needs
-    grad_x = torch.empty_like(grad_out) if needs_x else None
-    grad_residual, grad_weight, _ = norm_bwd(
-        grad_out, grad_total, total, weight, None, None, rstd, float(offset), (needs_x or needs_residual, needs_weight, False),
-        also=grad_x,
-    )  # fmt: skip
-    return grad_x, grad_residual if needs_residual else None, grad_weight
+    inputs = grad_out, grad_total, total, weight, None, None, rstd, float(offset)
+    return add_norm_bwd(*inputs, (*needs, False))[:3]
 
 
 add_rms_norm = op.implement(add_rms_norm_fwd, add_rms_norm_bwd)

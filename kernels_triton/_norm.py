@@ -266,7 +266,8 @@ def norm_fwd(
 ) -> tuple[Opt, Tensor]:  # fmt: skip
     """Writes to `out` and `total`; the mean, if rows are centred, and the reciprocal standard deviation."""
     M, N = x.shape
-    mean, rstd = (x.new_empty(M, dtype=torch.float32) if made else None for made in (centred, True))
+    rstd = x.new_empty(M, dtype=torch.float32)
+    mean = torch.empty_like(rstd) if centred else None
     config = norm_fwd_config(x.get_device(), M, N, x.itemsize, centred, residual is not None)
     block_m, block_n = config["BLOCK_M"], min(config["BLOCK_N"], next_power_of_2(N))
     launch(
@@ -274,7 +275,6 @@ def norm_fwd(
         *strided(weight, dims=1), *strided(bias, dims=1), out, *out.stride(), mean, rstd, M, N, eps, offset,
         round_normed, block_m, block_n, block_n < N, num_warps=config["num_warps"],
     )  # fmt: skip
-    assert rstd is not None
     return mean, rstd
 
 
@@ -324,3 +324,16 @@ def norm_bwd(
         grads = grad_weight, grad_bias
         launch(sum_partials_kernel, (triton.cdiv(N, 32),), *partials, *grads, programs, N, 64, 32, num_warps=8)
     return grad_x, grad_weight, grad_bias
+
+
+def add_norm_bwd(
+    grad_out: Tensor, grad_total: Tensor, total: Tensor, weight: Opt, bias: Opt, mean: Opt, rstd: Tensor, offset: float | None,
+    needs: Sequence[bool],
+) -> tuple[Opt, Opt, Opt, Opt]:  # fmt: skip
+    """The gradients of both terms of the sum, weight and bias, where needed."""
+    needs_x, needs_residual, *needs_rest = needs
+    grad_x = torch.empty_like(grad_out) if needs_x else None
+    grad_residual, grad_weight, grad_bias = norm_bwd(
+        grad_out, grad_total, total, weight, bias, mean, rstd, offset, (needs_x or needs_residual, *needs_rest), also=grad_x
+    )
+    return grad_x, grad_residual if needs_residual else None, grad_weight, grad_bias
