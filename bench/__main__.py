@@ -19,7 +19,6 @@ from . import _measure, _tune, offline
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-BACKENDS = ("kernels_helion", "kernels_triton")
 BEGIN, END = "<!-- results: written by `python -m bench report` -->", "<!-- end of results -->"
 COLUMNS = {
     "eager": "eager",
@@ -167,11 +166,11 @@ def tune(chosen: argparse.Namespace) -> None:
     folder: Path | None = chosen.folder
     if folder:
         os.environ["HELION_KERNELS_CONFIGS"] = str(folder)  # So that what is there counts as what is.
-    folders = {b: (folder or ROOT) / b / ("" if folder else "configs") for b in BACKENDS}
+    folders = {b: (folder or ROOT) / b / ("" if folder else "configs") for b in offline.BACKENDS}
     console = Console(stderr=True)
     left = _tune.tune(
         cases(chosen.ops, chosen.shape, chosen.dtype),
-        chosen.backend or BACKENDS,
+        chosen.backend or offline.BACKENDS,
         folders,
         budget=chosen.budget,
         again=chosen.again,
@@ -192,7 +191,7 @@ def config(chosen: argparse.Namespace) -> None:
         where = gpu(torch.cuda.current_device())
     for case in cases([chosen.op], chosen.shape, chosen.dtype):
         print(f"{case.op}, {case.what}, {case.dtype}, on {where.name} ({where.arch})")
-        for c in _tune.choices(case, chosen.backend or BACKENDS, where):
+        for c in _tune.choices(case, chosen.backend or offline.BACKENDS, where):
             name = f"{c['backend']} {c['direction']}: {c['kernel']}, {c['sizes']}"
             print(f"  {name}\n    {'tuned' if c['tuned'] else 'by rule'}: {json.dumps(c['config'])}")
 
@@ -208,7 +207,7 @@ def main() -> int:
     text = "an op's arguments, sizes for tensors: --shape x=8192x4096 weight=4096; by default those of all workloads"
     shaped.add_argument("--shape", nargs="+", default=[], metavar="NAME=VALUE", help=text)
     shaped.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    shaped.add_argument("--backend", action="append", choices=BACKENDS, help="by default both")
+    shaped.add_argument("--backend", action="append", choices=offline.BACKENDS, help="by default both")
 
     command = commands.add_parser("tune", parents=[shaped], help="search configurations on this GPU, and keep the fastest")
     command.add_argument("ops", nargs="*", metavar="OP", help="by default all ops")

@@ -142,8 +142,8 @@ def machine() -> dict[str, Any]:
     return {"gpu": torch.cuda.get_device_name(), "driver": driver, "cuda": torch.version.cuda, **versions, **ceilings()}
 
 
-def results_path(gpu: str) -> Path:
-    return RESULTS / f"{gpu.lower().replace(' ', '-')}.json"
+def file_of(folder: Path, gpu: str) -> Path:
+    return folder / f"{gpu.lower().replace(' ', '-')}.json"
 
 
 def load(path: Path) -> list[dict[str, Any]]:
@@ -163,13 +163,13 @@ def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def stored() -> dict[tuple[Any, ...], dict[str, Any]]:
     """The cells of this GPU's file."""
-    path = results_path(torch.cuda.get_device_name())
+    path = file_of(RESULTS, torch.cuda.get_device_name())
     return {key(row): row for row in load(path)} if path.exists() else {}
 
 
 def store(rows: list[dict[str, Any]]) -> Path:
     """Adds cells to this GPU's file, in place of older ones of the same name; a reader never sees half a file."""
-    path, kept = results_path(machine()["gpu"]), stored()
+    path, kept = file_of(RESULTS, machine()["gpu"]), stored()
     kept |= {key(row): {**row, "date": date.today().isoformat(), "machine": machine()} for row in rows}
     lines = ",\n".join(json.dumps(kept[k], sort_keys=True) for k in sorted(kept))
     write(path, f"[\n{lines}\n]\n")

@@ -13,16 +13,12 @@ if not torch.cuda.is_available():
 import pytest
 
 import kernels_reference
-from kernels_reference._op import Op
 
 from . import _measure
+from .offline import load
 
 ROWS: list[dict[str, Any]] = []
 LINES: list[str] = []
-
-
-def load(name: str) -> Op[Any]:
-    return importlib.import_module(f"kernels_reference.{name}").op
 
 
 def peers() -> Any:

@@ -50,6 +50,7 @@ GPUS = {
 }
 
 
+BACKENDS = ("kernels_helion", "kernels_triton")
 NVIDIA = ",".join(arch for arch in GPUS if arch.startswith("sm_"))
 NUMBERS: dict[Gpu, int] = {}
 
@@ -178,6 +179,14 @@ def on_cuda(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def load(op: str) -> Op[Any]:
+    return importlib.import_module(f"kernels_reference.{op}").op
+
+
+def function(op: str, backend: str) -> Any:
+    return getattr(importlib.import_module(f"{backend}.{op}"), op)
+
+
 def tunables(op: str, backend: str) -> dict[str, Tunable]:
     """The kernels of an op that have configurations, by name."""
     of = vars(importlib.import_module(f"{backend}.{op}")).values()
@@ -188,7 +197,7 @@ def walk(op: Op[Any], backend: str, arguments: Mapping[str, Any]) -> Iterator[st
     """Runs the kernels of an op, each with a configuration chosen anew, and says after each direction which it was."""
     for tunable in tunables(op.name, backend).values():
         tunable.forget()
-    kernels = getattr(importlib.import_module(f"{backend}.{op.name}"), op.name).kernels
+    kernels = function(op.name, backend).kernels
     bound = zip(op.arguments.names, op.arguments.bind((), arguments), strict=True)
     values = [v for n, v in bound if n in kernels.names]
     results = kernels.run_forward(*values)
@@ -228,13 +237,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arch", help=f"of {', '.join(GPUS)}: one, or several of one vendor with commas between")
     parser.add_argument("ops", nargs="*", metavar="OP")
-    parser.add_argument("--backend", choices=("kernels_helion", "kernels_triton"), action="append")
+    parser.add_argument("--backend", choices=BACKENDS, action="append")
     chosen = parser.parse_args()
     import kernels_reference
 
     for name in chosen.ops or kernels_reference.__all__:
-        op = importlib.import_module(f"kernels_reference.{name}").op
-        for backend in chosen.backend or ("kernels_helion", "kernels_triton"):
+        op = load(name)
+        for backend in chosen.backend or BACKENDS:
             for workload in op.workloads:
                 arguments = op.workloads[workload](Draw("meta", torch.bfloat16))
                 for arch in chosen.arch.split(","):

@@ -1,7 +1,6 @@
 """Each op at its workloads: eager, Inductor, Helion and Triton, side by side."""
 
 import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from kernels_reference._draw import Draw
 from kernels_reference._op import Op
 
 from . import _measure, offline
-from .conftest import LINES, ROWS, load, peers
+from .conftest import LINES, ROWS, peers
 
 
 @dataclass
@@ -30,19 +29,18 @@ class Candidate:
 
 
 @functools.lru_cache(maxsize=1)
-def oracle(name: str, workload: str, dtype: torch.dtype) -> tuple[Oracle, dict[str, Error]]:
+def oracle(name: str, workload: str, dtype: torch.dtype) -> Oracle:
     torch.cuda.empty_cache()
-    op = load(name)
-    right = Oracle(op, op.workloads[workload](Draw("cuda", dtype)))
-    return right, right.allowed()
+    op = offline.load(name)
+    return Oracle(op, op.workloads[workload](Draw("cuda", dtype)))
 
 
 @functools.lru_cache(maxsize=1)
 def candidate(name: str, workload: str, dtype: torch.dtype, implementation: str) -> Candidate:
-    op, (right, allowed) = load(name), oracle(name, workload, dtype)
+    op, right = offline.load(name), oracle(name, workload, dtype)
     fn = op.eager or op.fn
     if implementation in ("helion", "triton"):
-        fn = getattr(importlib.import_module(f"kernels_{implementation}.{name}"), name)
+        fn = offline.function(name, f"kernels_{implementation}")
     elif implementation == "liger":
         fn = getattr(peers(), name)
     elif implementation != "eager":
@@ -57,7 +55,7 @@ def candidate(name: str, workload: str, dtype: torch.dtype, implementation: str)
     found.errors = right.errors(fn)
     # The graph for training is compiled apart: its forward, and then the backward.
     found.kernels["backward"] = metrics.generated_kernel_count - 2 * found.kernels["forward"]
-    found.share = max(e / a for n, pair in found.errors.items() for e, a in zip(pair, allowed[n], strict=True))
+    found.share = right.share(found.errors)
     return found
 
 
@@ -70,7 +68,7 @@ def test_times(
     torch._functorch.config.donated_buffer = False  # pyright: ignore  # A graph that is kept is differentiated again.
     name = str(pytestconfig.getoption("--dtype"))
     dtype = getattr(torch, name)
-    right, _ = oracle(op.name, workload, dtype)
+    right = oracle(op.name, workload, dtype)
     if implementation == "liger" and direction == "backward" and op.name in peers().FORWARD_ONLY:
         pytest.skip(f"{implementation}: {peers().FORWARD_ONLY[op.name]}")
     try:
@@ -126,12 +124,11 @@ def test_without_a_gpu(op: Op[Any]) -> None:
     """What needs no GPU: errors under the interpreter, and the kernels compiled for GPUs that are elsewhere."""
     LINES.append(f"{op.name}: largest error as a share of what is allowed, over all samples in float16")
     for backend in ("helion", "triton"):
-        fn = getattr(importlib.import_module(f"kernels_{backend}.{op.name}"), op.name)
+        fn = offline.function(op.name, f"kernels_{backend}")
         share = 0.0
         for arguments in op.samples(Draw("cpu", torch.float16)):
             right = Oracle(op, arguments)
-            allowed = right.allowed()
-            share = max(share, *(e / a for n, pair in right.errors(fn).items() for e, a in zip(pair, allowed[n], strict=True)))
+            share = max(share, right.share(right.errors(fn)))
         LINES.append(f"  {backend:8}{share:.2f}")
         assert share <= 1
     widest = max(op.workloads, key=lambda w: op.cost(**op.workloads[w](Draw("meta", torch.bfloat16)))[0].bytes)

@@ -5,6 +5,7 @@ roundings of the result's dtype where that is more. In float32 eight, since each
 the result. Both hold for the norm and for the worst element.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -46,18 +47,22 @@ class Oracle:
         pairs |= {f"gradient of {name}": (grads[name], exact) for name, exact in self.grads.items()}
         return {name: error(got, exact) for name, (got, exact) in pairs.items()}
 
+    @functools.cached_property
     def allowed(self) -> dict[str, Error]:
         """What the principle allows, by the eager baseline's errors."""
         eager = self.errors(self.op.eager or self.op.fn)
         dtypes = self._dtypes(eager)
         return {name: Error(*(max(1.5 * e, self._roundings(dtypes[name])) for e in eager[name])) for name in eager}
 
+    def share(self, errors: Mapping[str, Error]) -> float:
+        """The largest of the errors as a share of what is allowed."""
+        return max(e / a for name, pair in errors.items() for e, a in zip(pair, self.allowed[name], strict=True))
+
     def refuse(self, fn: Callable[..., Any]) -> None:
         """Raises if an error is more than the principle allows."""
-        allowed = self.allowed()
         for name, found in self.errors(fn).items():
-            if not all(e <= a for e, a in zip(found, allowed[name], strict=True)):
-                raise AssertionError(f"{self.op.name}: {name} has {found}, allowed is {allowed[name]}")
+            if not all(e <= a for e, a in zip(found, self.allowed[name], strict=True)):
+                raise AssertionError(f"{self.op.name}: {name} has {found}, allowed is {self.allowed[name]}")
 
     def _dtypes(self, names: Mapping[str, Any]) -> dict[str, torch.dtype]:
         with torch.no_grad():

@@ -54,7 +54,7 @@ def x() -> torch.Tensor:
 
 
 def write(folder: Path, backend: str, where: Gpu, config: Any) -> None:
-    _tune.save(_tune.file_of(folder / backend, where), where, TUNED[backend][0], SIZES, config)
+    _tune.save(_measure.file_of(folder / backend, where.name), where, TUNED[backend][0], SIZES, config)
 
 
 def test_a_call_takes_what_is_tuned(backend: str, folder: Path) -> None:
@@ -180,7 +180,7 @@ def test_tuner(backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caps
     )
     left, watch = run_tuner(backend, folder)
     assert left == 0
-    path = _tune.file_of(folder / backend, HERE)
+    path = _measure.file_of(folder / backend, HERE.name)
     kernels = read(path)["kernels"]
     assert len(kernels) == 2  # The forward and the backward.
     name = TUNED[backend][0]
@@ -206,7 +206,7 @@ def test_tuner_keeps_what_is_right(folder: Path, monkeypatch: pytest.MonkeyPatch
     backend, right = "kernels_triton", _tune.Search.is_right
     monkeypatch.setattr(_tune.Search, "is_right", lambda self, config: config["num_warps"] < 8 and right(self, config))
     run_tuner(backend, folder)
-    for configs in read(_tune.file_of(folder / backend, HERE))["kernels"].values():
+    for configs in read(_measure.file_of(folder / backend, HERE.name))["kernels"].values():
         assert all(c["num_warps"] < 8 for c in configs.values())
 
 
