@@ -44,9 +44,8 @@ def bwd_config(grad_out: Tensor, grad_total: Opt, x: Tensor, *_: Any) -> Config:
 
 
 def few_config(grad_out: Tensor, grad_total: Opt, x: Tensor, *_: Any) -> Config:
-    M, rows = x.size(0), row_config(x)
-    loops = [*rows["reduction_loops"], 128 if M > 128 else None]
-    return {"block_sizes": [*rows["block_sizes"], 32], "reduction_loops": loops, "num_warps": max(rows["num_warps"], 4)}
+    rows, height = row_config(x), min(next_power_of_2(x.size(0)), 128)
+    return {**rows, "block_sizes": [*rows["block_sizes"], 32, height], "num_warps": max(rows["num_warps"], 4)}
 
 
 @kernel(lambda x, *_: row_config(x, most=65536 // x.itemsize, looped=8192), fwd_sizes)
@@ -146,13 +145,20 @@ def norm_bwd_few_kernel(
         if also is not None:
             also[rows, :] = result.to(also.dtype)
     for cols in hl.tile(x.size(1)):
-        column = x[:, cols].float()
-        if mean is not None:
-            column = column - mean[:][:, None]
-        given = grad_out[:, cols].float()
-        grad_weight[cols] = (given * column * rstd[:][:, None]).sum(dim=0).to(grad_weight.dtype)
+        on_weight = hl.zeros([cols])
+        on_bias = hl.zeros([cols])
+        # Not `x[:, cols]`: Helion takes two whole dimensions for one where their sizes are equal.
+        for some in hl.tile(x.size(0)):
+            column = x[some, cols].float()
+            if mean is not None:
+                column = column - mean[some][:, None]
+            given = grad_out[some, cols].float()
+            on_weight = on_weight + (given * column * rstd[some][:, None]).sum(dim=0)
+            if grad_bias is not None:
+                on_bias = on_bias + given.sum(dim=0)
+        grad_weight[cols] = on_weight.to(grad_weight.dtype)
         if grad_bias is not None:
-            grad_bias[cols] = given.sum(dim=0).to(grad_bias.dtype)
+            grad_bias[cols] = on_bias.to(grad_bias.dtype)
 
 
 @kernel(lambda sums, *_: {"block_sizes": [32], "num_warps": 8})

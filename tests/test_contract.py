@@ -11,6 +11,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
+from bench import offline
 from kernels_reference._op import Op
 
 from . import _ops
@@ -67,6 +68,24 @@ def test_same_twice(op: Op[Any], backend: str) -> None:
     result.backward(retain_graph=True)
     result.backward()
     torch.testing.assert_close([t.grad for t in wanted], [2 * g for g in once], rtol=0, atol=0)
+
+
+def test_square_first(op: Op[Any], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled for as many rows as columns is right for other shapes, too."""
+    if not op.rows:
+        pytest.skip("no rows")
+    fn, arguments = _ops.function(op, backend), first(op)
+    for tunable in offline.tunables(op.name, backend).values():
+        monkeypatch.setattr(tunable, "variants", {}, raising=False)
+        tunable.forget()
+    width, square = arguments[next(iter(op.rows))].shape[-1], dict(arguments)
+    for name, kept in op.rows.items():
+        if isinstance(value := arguments.get(name), Tensor):
+            flat = value.reshape(-1, *value.shape[value.ndim - kept :])
+            square[name] = torch.cat([flat] * (width // flat.shape[0] + 1))[:width].contiguous()
+    for some in (square, arguments):
+        fn.kernels.forget()  # type: ignore[attr-defined]
+        _ops.check(op, backend, some)
 
 
 def test_gradients_only_where_needed(op: Op[Any], backend: str) -> None:
