@@ -140,7 +140,8 @@ def cross_entropy_fwd(
     (M, V), alone = logits.shape, reduction == "none"
     lse, total = logits.new_empty(M, dtype=torch.float32), logits.new_empty(2, dtype=torch.float32)
     out = logits.new_empty(M if alone else 1, dtype=dtype or logits.dtype)
-    parts = None if alone else lse.new_empty(4, M)
+    # Two at least: Triton 3.6 does not compile what Helion makes of a store to a size of 1.
+    parts = None if alone else lse.new_empty(4, max(M, 2))
     # A kernel gathers one element a row only from a flat tensor.
     stride_m, stride_v = logits.stride()
     flat = logits.as_strided((1 + (M - 1) * stride_m + (V - 1) * stride_v,), (1,))
@@ -152,7 +153,7 @@ def cross_entropy_fwd(
     )  # fmt: skip
     if parts is None:
         return out, lse, total
-    cross_entropy_reduce_kernel(parts, out, total, reduction == "mean" or None)
+    cross_entropy_reduce_kernel(parts.narrow(1, 0, M), out, total, reduction == "mean" or None)
     return out.view(()), lse, total
 
 

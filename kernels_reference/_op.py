@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ._arguments import Arguments
 from ._draw import Draw
-from ._replay import PLAIN, Replays, layout, recording
+from ._replay import MOST, PLAIN, Replay, Replays, layout, recording
 from ._rows import Rows
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -120,7 +120,7 @@ class Op(Generic[F]):
             values[0] = values[0].movedim(dim, -1)
             return kernels(values).movedim(-1, dim)
 
-        replays, direct = Replays(lambda *values: perform(list(values))), set[Any]()
+        replays = Replays(lambda *values: perform(list(values)))
         kernels.replays.append(replays)
 
         @functools.wraps(self.fn)
@@ -134,20 +134,17 @@ class Op(Generic[F]):
             if key is not None and tensors:
                 autocast = self.autocast is not None and torch.is_autocast_enabled(tensors[0].device.type)
                 key = (torch.is_grad_enabled(), autocast, *kwargs, *key)
-            call = replays.find(key)
-            if call is not None and call.device >= 0:
+            call = replays.find(key) or kernels.recorded.get(key)
+            if call is not None and call.device >= 0 and call.is_here():
                 return call(tensors)
             values = arguments.bind(args, kwargs)
-            if not (key in direct and tensors[0].is_cuda):  # On a CPU a check looks at contents, too.
-                refuse(values)
-            if call is not None:
+            refuse(values)
+            if call is not None and call.is_here():  # On a CPU, where a check looks at contents, too.
                 return call(tensors)
-            if key in direct:
-                return kernels.direct.apply(*(values if dim_at < 0 else values[:dim_at] + values[dim_at + 1 :]))
             result = replays.run(key, tensors, values)
             first = result[0] if isinstance(result, tuple) else result
             if key is not None and not autocast and isinstance(first.grad_fn, kernels.direct._backward_cls):
-                direct.add(key)
+                kernels.record(key, tensors, values if dim_at < 0 else values[:dim_at] + values[dim_at + 1 :])
             return result
 
         public.__module__ = forward.__module__
@@ -185,23 +182,36 @@ class _Kernels:
         self.replays = [self.replay_forward, self.replay_backward]
         self._register()
 
+        self.recorded: dict[Any, _Call] = {}
+        """Differentiable calls whose forward is replayed."""
+
         class Direct(torch.autograd.Function):
             @staticmethod
-            def forward(ctx: Any, *values: Any) -> Any:
-                results = self.replay_forward(*values)
-                self._save(ctx, values, results)
-                return self._returned(values, results)
+            def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
+                results = call.forward([*tensors])
+                call.save(ctx, tensors, results)
+                return results[0] if call.single else tuple([results[i] for i in call.returned])
 
             @staticmethod
             def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-                return self._gradients(ctx, grads if len(grads) == len(op.outputs) else self._spread(ctx, grads))
+                return None, *ctx.call.gradients(ctx, grads, ctx.needs_input_grad[1:])
 
         self.direct = Direct
 
     def forget(self) -> None:
         """Lets every next call run anew, as with another configuration."""
+        self.recorded.clear()
         for replays in self.replays:
             replays.forget()
+
+    def record(self, key: Any, tensors: Sequence[Tensor], values: Sequence[Any]) -> None:
+        """Keeps a differentiable call of these values as that of a key, if its forward is replayed by now."""
+        found = self.replay_forward.find(layout(values)[0])
+        if found is None or [id(v) for v in values if isinstance(v, Tensor)] != [id(t) for t in tensors]:
+            return
+        if len(self.recorded) >= MOST:
+            self.recorded.clear()
+        self.recorded[key] = _Call(self, values, found)
 
     # The doors.
 
@@ -215,7 +225,7 @@ class _Kernels:
                 raise RuntimeError(f"{self.op.name}: torch.func transforms are not supported; use torch.autograd")
             return self._returned(values, self.registered(*values))
         if grad:
-            return self.direct.apply(*values)
+            return _Call(self, values)([v for v in values if isinstance(v, Tensor)])
         return self._returned(values, self.run_forward(*values))
 
     def _refuse_fixed(self, values: list[Any]) -> None:
@@ -250,10 +260,15 @@ class _Kernels:
         def save(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
             results = output if isinstance(output, tuple) else (output,)
             ctx.mark_non_differentiable(*results[len(op.outputs) :])
-            self._save(ctx, inputs, results)
+            _Call(self, inputs).save(ctx, [v for v in inputs if isinstance(v, Tensor)], results)
 
         def gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-            return self._gradients(ctx, self._spread(ctx, [grads[i] for i in ctx.returned]))
+            call, needs = ctx.call, ctx.needs_input_grad
+            result: list[Tensor | None] = [None] * len(needs)
+            found = call.gradients(ctx, [grads[i] for i in call.returned], tuple([needs[i] for i in call.tensors_at]))
+            for i, grad in zip(call.tensors_at, found, strict=True):
+                result[i] = grad
+            return tuple(result)
 
         returns = "Tensor" if len(self.made) == 1 else f"({', '.join(['Tensor'] * len(self.made))})"
         schemas = {a.name: a.schema for a in self.inputs}
@@ -272,37 +287,6 @@ class _Kernels:
             )
             torch.library.register_autograd(f"{space}::{op.name}", gradients, setup_context=save, lib=library)
             torch.library.register_autograd(f"{space}::{back}", refuse, lib=library)
-
-    def _save(self, ctx: Any, values: Sequence[Any], results: Sequence[Tensor]) -> None:
-        known = (*values, *results)
-        kept = [known[i] for i in self.saved_at]
-        ctx.returned, ctx.others = self._returns(values), [None if isinstance(v, Tensor) else v for v in kept]
-        dtypes = [getattr(values[at], "dtype", None) for at in self.differentiable] if self.same else []
-        ctx.same = [(i, j) for i, j in self.same if dtypes[i] == dtypes[j]]
-        ctx.save_for_backward(*[v if isinstance(v, Tensor) else None for v in kept])
-
-    def _spread(self, ctx: Any, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of the outputs that the caller saw, None for the others."""
-        known = dict(zip(ctx.returned, grads, strict=True))
-        return [known.get(i) for i in range(len(self.op.outputs))]
-
-    def _gradients(self, ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        incoming = [grads[i] for i in self.incoming_at]
-        kept = [other if t is None else t for t, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
-        wanted = [ctx.needs_input_grad[i] for i in self.differentiable]
-        needs = wanted.copy()
-        for i, j in ctx.same:
-            needs[i], needs[j] = False, needs[i] or needs[j]
-        # With create_graph the registered door records the graph, so that a second derivative is refused by name.
-        run = self.registered_backward if torch.is_grad_enabled() or _watched() else self.replay_backward
-        found = iter(run(*incoming, *kept, tuple(needs)))
-        made = [next(found) if need else None for need in needs]
-        for i, j in ctx.same:
-            made[i] = made[j]
-        result: list[Tensor | None] = [None] * len(self.inputs)
-        for i, t, want in zip(self.differentiable, made, wanted, strict=True):
-            result[i] = t if want else None
-        return tuple(result)
 
     # The room: rows flattened, kernels launched on the tensors' own device, shapes restored.
 
@@ -357,6 +341,87 @@ class _Kernels:
                 ) from error
             raise
         return results if isinstance(results, tuple) else (results,)
+
+
+class _Call:
+    """A differentiable call: what its forward hands to its backward, and all of it that repeats with tensors alike."""
+
+    def __init__(self, kernels: _Kernels, values: Sequence[Any], recorded: Replay | None = None) -> None:
+        self.kernels = kernels
+        self.values = [None if isinstance(v, Tensor) else v for v in values]
+        self.tensors_at = [i for i, v in enumerate(values) if isinstance(v, Tensor)]
+        self.forward = self._run if recorded is None else recorded
+        self.device = -1 if recorded is None else recorded.device
+        self.returned = kernels._returns(values)
+        self.single = self.returned == [0]
+        # Places in what is known, (*tensors, *results), of what is saved, and in what the backward takes.
+        place = {at: i for i, at in enumerate(self.tensors_at)}
+        place |= {len(values) + i: len(place) + i for i in range(len(kernels.made))}
+        self.saved = [place[at] for at in kernels.saved_at if at in place]
+        self.saved_to = [i for i, at in enumerate(kernels.saved_at) if at in place]
+        self.others = [None if at in place else values[at] for at in kernels.saved_at]
+        self.incoming = [self.returned.index(at) if at in self.returned else None for at in kernels.incoming_at]
+        self.wanted = [place.get(at) for at in kernels.differentiable]
+        dtypes = [getattr(values[at], "dtype", None) for at in kernels.differentiable]
+        self.same = [(i, j) for i, j in kernels.same if dtypes[i] == dtypes[j]]
+        self.plans: dict[tuple[bool, ...], tuple[tuple[bool, ...], list[int | None]]] = {}
+        self.backwards: dict[Any, Replay] = {}
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        return self.kernels.direct.apply(self, *tensors)
+
+    def is_here(self) -> bool:
+        return self.device < 0 or self.device == torch.cuda.current_device()
+
+    def _run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        values = self.values.copy()
+        for at, t in zip(self.tensors_at, tensors, strict=True):
+            values[at] = t
+        return self.kernels.replay_forward(*values)
+
+    def save(self, ctx: Any, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        known = (*tensors, *results)
+        ctx.call = self
+        ctx.save_for_backward(*[known[i] for i in self.saved])
+
+    def gradients(self, ctx: Any, grads: Sequence[Tensor], needs: tuple[bool, ...]) -> list[Tensor | None]:
+        """Those of the tensors that are needed, from those of the outputs that were returned."""
+        plan = self.plans.get(needs)
+        if plan is None:
+            plan = self.plans[needs] = self._plan(needs)
+        make, order = plan
+        found = self._backward([None if i is None else grads[i] for i in self.incoming], ctx.saved_tensors, make)
+        return [None if i is None else found[i] for i in order]
+
+    def _plan(self, needs: Sequence[bool]) -> tuple[tuple[bool, ...], list[int | None]]:
+        """Which gradients the backward has to make, and which of these is each tensor's."""
+        wanted = [at is not None and needs[at] for at in self.wanted]
+        make, source = wanted.copy(), list(range(len(wanted)))
+        for i, j in self.same:
+            make[i], make[j], source[i] = False, make[i] or make[j], j
+        order: list[int | None] = [None] * len(self.tensors_at)
+        for at, want, i in zip(self.wanted, wanted, source, strict=True):
+            if want:
+                order[at] = sum(make[:i])  # type: ignore[call-overload]
+        return tuple(make), order
+
+    def _backward(self, incoming: list[Tensor | None], saved: Sequence[Tensor | None], make: tuple[bool, ...]) -> Any:
+        # With create_graph the registered door records the graph, so that a second derivative is refused by name.
+        registered = torch.is_grad_enabled() or _watched()
+        key, tensors = (None, []) if registered else layout((*incoming, *saved))
+        call = self.backwards.get((make, key))
+        if call is not None and call.is_here():
+            return call(tensors)
+        kept = self.others.copy()
+        for at, t in zip(self.saved_to, saved, strict=True):
+            kept[at] = t
+        if registered:
+            return self.kernels.registered_backward(*incoming, *kept, make)
+        replay = self.kernels.replay_backward
+        result = replay(*incoming, *kept, make)
+        if key is not None and (call := replay.find(layout((*incoming, *kept, make))[0])) is not None:
+            self.backwards[make, key] = call
+        return result
 
 
 def _watched() -> bool:

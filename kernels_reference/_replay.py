@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from triton import knobs
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 PLAIN = (Tensor, torch.nn.Parameter)
 SIMPLE = (int, float, bool, str, type(None), torch.dtype)
@@ -63,6 +66,9 @@ class Replay(NamedTuple):
     results: list[int | None]
     single: bool
 
+    def is_here(self) -> bool:
+        return self.device < 0 or self.device == torch.cuda.current_device()
+
     def __call__(self, tensors: list[Tensor]) -> Any:
         for like, size, stride, dtype, device in self.allocations:
             if like is None:
@@ -73,7 +79,10 @@ class Replay(NamedTuple):
             arguments = arguments.copy()
             for at, i, offset in places:
                 t = tensors[i]
-                arguments[at] = t.as_strided((1,), (1,), t.storage_offset() + offset) if offset else t
+                if self.device >= 0:  # Of a tensor, the driver would be asked where it is.
+                    arguments[at] = t.data_ptr() + offset * t.itemsize
+                else:
+                    arguments[at] = t.as_strided((1,), (1,), t.storage_offset() + offset) if offset else t
             start(*arguments)
         if self.single:
             return tensors[self.results[0]]  # type: ignore[index]
@@ -109,6 +118,8 @@ class Recorder(TorchDispatchMode):
         for start, arguments in self.launches:
             places: list[tuple[int, int, int]] = []
             for at, value in enumerate(arguments):
+                if isinstance(value, TensorDescriptor):  # It holds an address.
+                    return None
                 if isinstance(value, Tensor):
                     i = _owner(value, known)
                     if i is None:
@@ -159,9 +170,27 @@ def launch(run: Callable[..., Any], kernel: Any, grid: tuple[int, ...], *argumen
     compiled = run(kernel, grid, *arguments, **options)
     recorder.launching = False
     # Triton's interpreter compiles nothing.
-    again = partial(run, kernel, grid, **options) if compiled is None else compiled[(*grid, 1, 1)[:3]]
+    again = partial(run, kernel, grid, **options) if compiled is None else starter(compiled, (*grid, 1, 1)[:3])
     recorder.launches.append((again, arguments))
     return compiled
+
+
+def starter(compiled: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """Launches a compiled kernel on the current stream of the current device.
+
+    It is what `compiled[grid]` does, but for what that prepares for hooks that are not there.
+    """
+    plain, run, function, metadata = compiled[grid], compiled.run, compiled.function, compiled.packed_metadata
+    active: Any = driver.active
+    runtime, device, stream_of = knobs.runtime, torch.cuda.current_device(), active.get_current_stream
+
+    def start(*arguments: Any) -> None:
+        if getattr(runtime.launch_enter_hook, "calls", True) or getattr(runtime.launch_exit_hook, "calls", True):
+            plain(*arguments)
+        else:
+            run(*grid, stream_of(device), function, metadata, None, None, None, *arguments)
+
+    return start
 
 
 def recording() -> bool:
@@ -184,7 +213,7 @@ class Replays:
 
     def find(self, key: Key | None) -> Replay | None:
         call = self.calls.get(key) if key else None
-        return call if call is None or call.device < 0 or call.device == torch.cuda.current_device() else None
+        return call if call is None or call.is_here() else None
 
     def run(self, key: Key | None, tensors: list[Tensor], values: Sequence[Any]) -> Any:
         """A call that is not replayed, or not yet: the first one compiles, the second is recorded."""

@@ -52,4 +52,6 @@ op = Op(
     rows={"x": 1, "out": 1},
     eager=lambda x, dim=-1: torch.nn.functional.log_softmax(x, dim),
     autocast=lambda x, dim: {"x": x.float()},
+    # What is saved for the backward is the logarithm, of size 10 or so: exp of it has its roundings.
+    slack={torch.float32: 16},
 )

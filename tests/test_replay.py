@@ -66,12 +66,13 @@ def right(oracle: Oracle, function: Callable[..., Any]) -> None:
 
 def test_warmed_calls_are_replayed(op: Op[Any], backend: str) -> None:
     kernels = _ops.function(op, backend).kernels  # type: ignore[attr-defined]
+    kernels.forget()
+    for _ in range(3):
+        _ops.check(op, backend, _ops.sample(op, 1, torch.float32))
     for replays in (kernels.replay_forward, kernels.replay_backward):
-        replays.calls.clear()
-        for _ in range(3):
-            _ops.check(op, backend, _ops.sample(op, 1, torch.float32))
         assert replays.calls
         assert all(replays.calls.values())
+    assert [len(call.backwards) for call in kernels.recorded.values()] == [1]
 
 
 def test_needs_differ(op: Op[Any], backend: str) -> None:
