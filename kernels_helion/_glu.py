@@ -36,13 +36,17 @@ def tile_config(out: Tensor, *others: Any, tile: int = 1024) -> dict[str, Any]:
 
 def read(rows: Any, cols: Any, gate: Tensor, up: Maybe) -> tuple[Tensor, Tensor]:
     if up is None:
-        return hl.split(hl.load(gate, [rows, 2 * cols.index.unsqueeze(1) + hl.arange(2)]).float())
+        both = 2 * cols.begin + hl.arange(2 * cols.block_size)
+        pairs = hl.load(gate, [rows, both], extra_mask=(both < gate.size(1)).unsqueeze(0)).float()
+        return hl.split(pairs.view(rows.block_size, cols.block_size, 2))
     return hl.load(gate, [rows, cols]).float(), hl.load(up, [rows, cols]).float()
 
 
 def write(rows: Any, cols: Any, grad_gate: Maybe, grad_up: Maybe, packed: bool, x: Tensor, y: Tensor) -> None:
     if packed and grad_gate is not None:
-        hl.store(grad_gate, [rows, 2 * cols.index.unsqueeze(1) + hl.arange(2)], hl.join(x, y).to(grad_gate.dtype))
+        both = 2 * cols.begin + hl.arange(2 * cols.block_size)
+        pairs = hl.join(x, y).view(rows.block_size, 2 * cols.block_size).to(grad_gate.dtype)
+        hl.store(grad_gate, [rows, both], pairs, extra_mask=(both < grad_gate.size(1)).unsqueeze(0))
     elif grad_gate is not None:
         hl.store(grad_gate, [rows, cols], x.to(grad_gate.dtype))
     if grad_up is not None:

@@ -55,6 +55,11 @@ def norm_fwd_kernel(
 ) -> None:  # fmt: skip
     for rows in hl.tile(x.size(0)):
         wide = x[rows, :].float()
+        # Here, and not where they are needed, they are there by then.
+        if weight is not None:
+            scale = weight[:]
+        if bias is not None:
+            shift = bias[:]
         if residual is not None:
             rounded = (wide + residual[rows, :].float()).to(total.dtype)
             total[rows, :] = rounded
@@ -67,9 +72,9 @@ def norm_fwd_kernel(
         rstd[rows] = inverse
         normed = (wide * inverse[:, None]).to(normed_dtype).float()
         if weight is not None:
-            normed = normed * (weight[:].float() + offset)[None, :]
+            normed = normed * (scale.float() + offset)[None, :]  # type: ignore[possibly-unbound]
         if bias is not None:
-            normed = normed + bias[:].float()[None, :]
+            normed = normed + shift.float()[None, :]  # type: ignore[possibly-unbound]
         out[rows, :] = normed.to(out.dtype)
 
 
