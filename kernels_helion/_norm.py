@@ -55,11 +55,9 @@ def norm_fwd_kernel(
 ) -> None:  # fmt: skip
     for rows in hl.tile(x.size(0)):
         wide = x[rows, :].float()
-        # Here, and not where they are needed, they are there by then.
+        # Here, and not where it is needed, it is there by then.
         if weight is not None:
             scale = weight[:]
-        if bias is not None:
-            shift = bias[:]
         if residual is not None:
             rounded = (wide + residual[rows, :].float()).to(total.dtype)
             total[rows, :] = rounded
@@ -74,7 +72,7 @@ def norm_fwd_kernel(
         if weight is not None:
             normed = normed * (scale.float() + offset)[None, :]  # type: ignore[possibly-unbound]
         if bias is not None:
-            normed = normed + shift.float()[None, :]  # type: ignore[possibly-unbound]
+            normed = normed + bias[:].float()[None, :]
         out[rows, :] = normed.to(out.dtype)
 
 

@@ -37,11 +37,6 @@ def load_total(x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, cols, 
 
 
 @triton.jit
-def load_if(ptr, stride, cols, mask):
-    return None if ptr is None else tl.load(ptr + cols * stride, mask)
-
-
-@triton.jit
 def load_scale(weight_ptr, stride, cols, mask, offset):
     scale = load_row(weight_ptr, stride, cols, mask)
     return scale if offset is None else scale + offset
@@ -75,8 +70,10 @@ def norm_fwd_kernel(
     cols = tl.arange(0, BLOCK_N)[None, :].to(tl.int64)
     x = load_total(x_ptr, x_stride_n, residual_ptr, residual_stride_n, total_ptr, cols, (rows < M) & (cols < N))
     if not LOOPED:  # Here, and not where they are needed, they are there by then.
-        weight = load_if(weight_ptr, weight_stride, cols, cols < N)
-        bias = load_if(bias_ptr, bias_stride, cols, cols < N)
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + cols * weight_stride, cols < N)
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + cols * bias_stride, cols < N)
     mean = 0.0
     if mean_ptr is not None:
         sums = x
@@ -102,13 +99,14 @@ def norm_fwd_kernel(
         normed = (x if mean_ptr is None else x - mean) * rstd
         if ROUND_NORMED:
             normed = normed.to(x_ptr.dtype.element_ty).to(tl.float32)
-        if LOOPED:
-            weight = load_if(weight_ptr, weight_stride, at, at < N)
-            bias = load_if(bias_ptr, bias_stride, at, at < N)
         if weight_ptr is not None:
+            if LOOPED:
+                weight = tl.load(weight_ptr + at * weight_stride, at < N)
             scale = weight.to(tl.float32)  # type: ignore[possibly-unbound]
             normed *= scale if offset is None else scale + offset
         if bias_ptr is not None:
+            if LOOPED:
+                bias = tl.load(bias_ptr + at * bias_stride, at < N)
             normed += bias.to(tl.float32)  # type: ignore[possibly-unbound]
         tl.store(out_ptr + at * out_stride_n, normed, mask)
 
