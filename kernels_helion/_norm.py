@@ -51,13 +51,13 @@ def few_config(grad_out: Tensor, grad_total: Opt, x: Tensor, *_: Any) -> Config:
 @kernel(lambda x, *_: row_config(x, most=65536 // x.itemsize, looped=8192), fwd_sizes)
 def norm_fwd_kernel(
     x: Tensor, residual: Opt, total: Any, weight: Opt, bias: Opt, out: Tensor, mean: Opt, rstd: Tensor, eps: float,
-    offset: float, normed_dtype: torch.dtype,
+    offset: float, normed_dtype: torch.dtype, early: bool | None,
 ) -> None:  # fmt: skip
     for rows in hl.tile(x.size(0)):
         wide = x[rows, :].float()
-        # Here, and not where it is needed, it is there by then.
-        if weight is not None:
-            scale = weight[:]
+        if early is not None:
+            # It is there when it is needed; wider rows would be short of registers, and so of programs.
+            scale = weight[:]  # type: ignore[index]
         if residual is not None:
             rounded = (wide + residual[rows, :].float()).to(total.dtype)
             total[rows, :] = rounded
@@ -70,6 +70,8 @@ def norm_fwd_kernel(
         rstd[rows] = inverse
         normed = (wide * inverse[:, None]).to(normed_dtype).float()
         if weight is not None:
+            if early is None:
+                scale = weight[:]
             normed = normed * (scale.float() + offset)[None, :]  # type: ignore[possibly-unbound]
         if bias is not None:
             normed = normed + bias[:].float()[None, :]
@@ -179,7 +181,8 @@ def norm_fwd(
     """Writes to `out` and `total`; the mean, if rows are centred, and the reciprocal standard deviation."""
     rstd = x.new_empty(x.size(0), dtype=torch.float32)
     mean = torch.empty_like(rstd) if centred else None
-    norm_fwd_kernel(x, residual, total, weight, bias, out, mean, rstd, eps, offset, normed_dtype)
+    early = (weight is not None and x.size(1) <= 4096) or None
+    norm_fwd_kernel(x, residual, total, weight, bias, out, mean, rstd, eps, offset, normed_dtype, early)
     return mean, rstd
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ._arguments import Arguments
 from ._draw import Draw
-from ._replay import MOST, PLAIN, Replay, Replays, layout, recording
+from ._replay import PLAIN, Replay, Replays, layout, recording
 from ._rows import Rows
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -134,17 +134,19 @@ class Op(Generic[F]):
             if key is not None and tensors:
                 autocast = self.autocast is not None and torch.is_autocast_enabled(tensors[0].device.type)
                 key = (torch.is_grad_enabled(), autocast, *kwargs, *key)
-            call = replays.find(key) or kernels.recorded.get(key)
-            if call is not None and call.device >= 0 and call.is_here():
+            call = replays.find(key)
+            if call is not None and call.device >= 0:
                 return call(tensors)
             values = arguments.bind(args, kwargs)
             refuse(values)
-            if call is not None and call.is_here():  # On a CPU, where a check looks at contents, too.
+            if call is not None:  # On a CPU, where a check looks at contents, too.
                 return call(tensors)
             result = replays.run(key, tensors, values)
             first = result[0] if isinstance(result, tuple) else result
             if key is not None and not autocast and isinstance(first.grad_fn, kernels.direct._backward_cls):
-                kernels.record(key, tensors, values if dim_at < 0 else values[:dim_at] + values[dim_at + 1 :])
+                values = values if dim_at < 0 else values[:dim_at] + values[dim_at + 1 :]
+                if (recorded := kernels.recorded(tensors, values)) is not None:
+                    replays.calls[key] = recorded
             return result
 
         public.__module__ = forward.__module__
@@ -182,9 +184,6 @@ class _Kernels:
         self.replays = [self.replay_forward, self.replay_backward]
         self._register()
 
-        self.recorded: dict[Any, _Call] = {}
-        """Differentiable calls whose forward is replayed."""
-
         class Direct(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
@@ -200,18 +199,14 @@ class _Kernels:
 
     def forget(self) -> None:
         """Lets every next call run anew, as with another configuration."""
-        self.recorded.clear()
         for replays in self.replays:
             replays.forget()
 
-    def record(self, key: Any, tensors: Sequence[Tensor], values: Sequence[Any]) -> None:
-        """Keeps a differentiable call of these values as that of a key, if its forward is replayed by now."""
+    def recorded(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> "_Call | None":
+        """A differentiable call of these values, if its forward is replayed by now and takes the tensors in this order."""
         found = self.replay_forward.find(layout(values)[0])
-        if found is None or [id(v) for v in values if isinstance(v, Tensor)] != [id(t) for t in tensors]:
-            return
-        if len(self.recorded) >= MOST:
-            self.recorded.clear()
-        self.recorded[key] = _Call(self, values, found)
+        same = [id(v) for v in values if isinstance(v, Tensor)] == [id(t) for t in tensors]
+        return None if found is None or not same else _Call(self, values, found)
 
     # The doors.
 

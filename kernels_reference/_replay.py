@@ -202,8 +202,8 @@ class Replays:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.calls: dict[Key, Replay | None] = {}
-        """The recorded calls; None for what cannot be replayed."""
+        self.calls: dict[Key, Any] = {}
+        """What takes the tensors of a call, and repeats it; None for what cannot be replayed."""
         self.seen: set[Key] = set()
 
     def __call__(self, *values: Any) -> Any:
@@ -211,7 +211,7 @@ class Replays:
         call = self.find(key)
         return self.run(key, tensors, values) if call is None else call(tensors)
 
-    def find(self, key: Key | None) -> Replay | None:
+    def find(self, key: Key | None) -> Any:
         call = self.calls.get(key) if key else None
         return call if call is None or call.is_here() else None
 

@@ -67,7 +67,7 @@ def samples(draw: Draw) -> Iterator[dict[str, Any]]:
     yield layer(2, 33001, dtype=torch.float32)(draw)
 
 
-def cost(x: Tensor, residual: Tensor, weight: Opt = None, bias: Opt = None, *_: Any) -> tuple[Cost, Cost]:
+def cost(x: Tensor, residual: Tensor, weight: Opt = None, bias: Opt = None, eps: float = 1e-5) -> tuple[Cost, Cost]:
     scale, shift = (0 if t is None else t.nbytes for t in (weight, bias))
     # Both gradients are one where x and residual have one dtype.
     gradients = residual.nbytes + (x.nbytes if x.dtype != residual.dtype else 0)

@@ -69,7 +69,8 @@ def norm_fwd_kernel(
         total_ptr += rows * total_stride_m
     cols = tl.arange(0, BLOCK_N)[None, :].to(tl.int64)
     x = load_total(x_ptr, x_stride_n, residual_ptr, residual_stride_n, total_ptr, cols, (rows < M) & (cols < N))
-    if not LOOPED:  # Here, and not where they are needed, they are there by then.
+    EARLY: tl.constexpr = BLOCK_N <= 4096 and not LOOPED  # pyright: ignore
+    if EARLY:  # They are there when they are needed; wider rows would be short of registers, and so of programs.
         if weight_ptr is not None:
             weight = tl.load(weight_ptr + cols * weight_stride, cols < N)
         if bias_ptr is not None:
@@ -100,12 +101,12 @@ def norm_fwd_kernel(
         if ROUND_NORMED:
             normed = normed.to(x_ptr.dtype.element_ty).to(tl.float32)
         if weight_ptr is not None:
-            if LOOPED:
+            if not EARLY:
                 weight = tl.load(weight_ptr + at * weight_stride, at < N)
             scale = weight.to(tl.float32)  # type: ignore[possibly-unbound]
             normed *= scale if offset is None else scale + offset
         if bias_ptr is not None:
-            if LOOPED:
+            if not EARLY:
                 bias = tl.load(bias_ptr + at * bias_stride, at < N)
             normed += bias.to(tl.float32)  # type: ignore[possibly-unbound]
         tl.store(out_ptr + at * out_stride_n, normed, mask)

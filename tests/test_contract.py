@@ -12,6 +12,7 @@ import torch._dynamo.testing
 from torch import Tensor
 
 from bench import offline
+from kernels_reference._draw import Draw
 from kernels_reference._op import Op
 
 from . import _ops
@@ -46,6 +47,15 @@ def test_public_signature(op: Op[Any], backend: str) -> None:
     assert fn.__doc__ == op.fn.__doc__
     assert all(word in (fn.__doc__ or "") for word in ("Args:", "Returns:", "Raises:"))
     assert fn.__module__ == f"{backend}.{op.name}"
+
+
+def test_workloads_have_costs(op: Op[Any]) -> None:
+    """Of all arguments, as benchmarks ask: at least the main tensor is read, and as much is written."""
+    for workload in op.workloads.values():
+        arguments = workload(Draw("meta", torch.bfloat16))
+        lead = next(iter(tensors(arguments).values()))
+        costs = op.cost(**dict(zip(op.arguments.names, op.arguments.bind((), arguments), strict=True)))
+        assert all(cost.bytes > lead.nbytes and cost.flops > 0 for cost in costs)
 
 
 def test_incoming_gradients_are_not_written(op: Op[Any], backend: str) -> None:
