@@ -4,6 +4,7 @@ from . import _kernel as _kernel  # First: it says which versions work, where He
 from .add_layer_norm import add_layer_norm
 from .add_rms_norm import add_rms_norm
 from .cross_entropy import cross_entropy
+from .embedding import embedding
 from .geglu import geglu
 from .layer_norm import layer_norm
 from .log_softmax import log_softmax
@@ -16,6 +17,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "cross_entropy",
+    "embedding",
     "geglu",
     "layer_norm",
     "log_softmax",

@@ -3,6 +3,7 @@
 from .add_layer_norm import add_layer_norm
 from .add_rms_norm import add_rms_norm
 from .cross_entropy import cross_entropy
+from .embedding import embedding
 from .geglu import geglu
 from .layer_norm import layer_norm
 from .log_softmax import log_softmax
@@ -15,6 +16,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "cross_entropy",
+    "embedding",
     "geglu",
     "layer_norm",
     "log_softmax",

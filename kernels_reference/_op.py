@@ -72,6 +72,8 @@ class Op(Generic[F]):
     """What a user would write today: the baseline, where it is not the definition."""
     autocast: Callable[..., Mapping[str, Any]] | None = None
     """The arguments that change under autocast, where the native op has a rule."""
+    library: Sequence[str] = ()
+    """Of "forward" and "backward", what calls PyTorch's own kernels, such as a sort; it is not replayed."""
     slack: Mapping[torch.dtype, float] = field(default_factory=dict)
     """Exceptions to the tolerance of two roundings, in roundings of a dtype; each has its reason in a comment."""
 
