@@ -48,7 +48,7 @@ def embedding_bwd_kernel(
         total = hl.zeros([cols])
         for places in hl.tile(first.begin, torch.where(adds, end[first.begin], first.begin)):
             total = total + hl.load(grad_out, [order[places], cols]).float().sum(dim=0)
-        hl.store(grad_weight, [row, cols], total.to(grad_weight.dtype), extra_mask=torch.where(adds, cols.index, -1) >= 0)
+        hl.store(grad_weight, [row, cols], total.to(grad_weight.dtype), extra_mask=adds)
 
 
 def embedding_fwd(index: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:

@@ -17,9 +17,10 @@ RENAMED = {"fast_expf": "exp", "fast_dividef": "div", "div_rn": "div", "rint": "
 
 
 def fill_in() -> None:
-    """Gives libdevice its functions, bfloat16 its rounding, and (once it is imported) Helion a number of processors."""
+    """Gives libdevice its functions, bfloat16 its rounding, and a block the type of the scalar mask that fills it."""
     _libdevice()
     _bfloat16()
+    _masks()
 
 
 @functools.cache
@@ -64,6 +65,21 @@ def _bfloat16() -> None:
         return convert(data, source, target, rounding)
 
     interpreter._convert_float = convert_float
+
+
+@functools.cache
+def _masks() -> None:
+    """The interpreter takes a comparison for a value of the type that was compared."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.InterpreterBuilder
+    splat = builder.create_splat
+
+    def create_splat(self: Any, kind: Any, value: Any) -> Any:
+        return splat(self, kind, interpreter.TensorHandle(value.data, tl.int1) if value.data.dtype == bool else value)
+
+    builder.create_splat = create_splat
 
 
 def processors(helion_modules: str = "helion") -> None:
