@@ -191,7 +191,8 @@ class _Kernels:
             def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
                 results = call.forward([*tensors])
                 call.save(ctx, tensors, results)
-                return results[0] if call.single else tuple([results[i] for i in call.returned])
+                returned = [results[i] for i in call.returned]
+                return returned[0] if len(returned) == 1 else tuple(returned)
 
             @staticmethod
             def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -350,7 +351,6 @@ class _Call:
         self.forward = self._run if recorded is None else recorded
         self.device = -1 if recorded is None else recorded.device
         self.returned = kernels._returns(values)
-        self.single = self.returned == [0]
         # Places in what is known, (*tensors, *results), of what is saved, and in what the backward takes.
         place = {at: i for i, at in enumerate(self.tensors_at)}
         place |= {len(values) + i: len(place) + i for i in range(len(kernels.made))}
