@@ -39,8 +39,9 @@ def bwd_config(grad_out: Tensor, grad_total: Opt, x: Tensor, *_: Any) -> Config:
     step = min(max(4096 // width, 1), next_power_of_2(-(-x.size(0) // where.processors)))
     # As many steps ahead as half of the shared memory holds, of two tensors or three.
     tensors = 2 + (grad_total is not None)
-    stages = min(1 + where.shared // (2 * tensors * step * width * grad_out.itemsize), 4)
-    return {"block_sizes": [step, width], "range_num_stages": [0, stages], "num_warps": -(-step * width // 512)}
+    stages = min(1 + where.shared // (2 * tensors * step * width * x.itemsize), 4)
+    warps = -(-step * width // (512 if x.itemsize == 2 else 256))
+    return {"block_sizes": [step, width], "range_num_stages": [0, stages], "num_warps": min(warps, 16)}
 
 
 def few_config(grad_out: Tensor, grad_total: Opt, x: Tensor, *_: Any) -> Config:
