@@ -4,6 +4,8 @@ from . import _kernel as _kernel  # First: it says which versions work, where He
 from .add_layer_norm import add_layer_norm
 from .add_rms_norm import add_rms_norm
 from .cross_entropy import cross_entropy
+from .dropout import dropout
+from .dropout_add import dropout_add
 from .embedding import embedding
 from .geglu import geglu
 from .layer_norm import layer_norm
@@ -17,6 +19,8 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "cross_entropy",
+    "dropout",
+    "dropout_add",
     "embedding",
     "geglu",
     "layer_norm",

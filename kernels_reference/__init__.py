@@ -3,6 +3,8 @@
 from .add_layer_norm import add_layer_norm
 from .add_rms_norm import add_rms_norm
 from .cross_entropy import cross_entropy
+from .dropout import dropout
+from .dropout_add import dropout_add
 from .embedding import embedding
 from .geglu import geglu
 from .layer_norm import layer_norm
@@ -16,6 +18,8 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "cross_entropy",
+    "dropout",
+    "dropout_add",
     "embedding",
     "geglu",
     "layer_norm",
