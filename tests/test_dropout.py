@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from bench import offline
 from kernels_reference import dropout, dropout_add
 from kernels_reference._dropout import in_three, keep, mix
 
@@ -62,7 +63,7 @@ def test_hash(seed: int) -> None:
         assert kept == [True, False]
 
 
-@pytest.mark.parametrize(("p", "seed"), [(0.1, 0), (0.5, -1), (0.75, 0x0123456789ABCDEF), (1 - 2**-30, 5)])
+@pytest.mark.parametrize(("p", "seed"), [(0.1, -1), (0.75, 0x0123456789ABCDEF)])
 def test_same_elements_everywhere(drop: Dropout, p: float, seed: int) -> None:
     """In each package and the definition, in each dtype; of shapes in rows of eight or not, a single one, or no dimension."""
     for shape, dtype in zip(((3, 5, 7), (4, 8, 72), (1,), ()), (*_ops.DTYPES, torch.float32), strict=True):
@@ -76,7 +77,7 @@ def test_same_elements_under_any_strides(drop: Dropout) -> None:
     x = randn(4, 6, 72).abs() + 1
     expected = dropout(x, 0.5, seeded(6)) != 0
     views = [x.permute(order).contiguous().permute(order) for order in ((0, 2, 1), (1, 0, 2), (2, 1, 0))]
-    views += [torch.cat((x, x), -1)[..., :72], x[..., :1].expand(4, 6, 72), x.repeat_interleave(2, -1)[..., ::2]]
+    views += [torch.cat((x, x), -1)[..., :72], x[..., :1].expand(4, 6, 72)]
     for view in views:
         out = drop(view, 0.5, seeded(6))
         torch.testing.assert_close(out != 0, expected)
@@ -96,14 +97,13 @@ def test_more_dimensions_than_kernels_have(drop: Dropout) -> None:
     assert (found[0][0].shape, found[0][0].stride(), found[1]) == ((2, 20, 3), (60, 3, 1), [60, 1, 20])
 
 
-def test_other_seeds(drop: Dropout) -> None:
+def test_other_seeds(backend: str) -> None:
     """Each bit of the seed counts; masks of neighbouring seeds agree as often as chance has it."""
     x, n = ones(4096), 4096
-    first = drop(x, 0.5, seeded(0)) != 0
-    for seed in (1, 2, 2**31, 2**32, 2**33, 2**61, -1):
-        agree = ((drop(x, 0.5, seeded(seed)) != 0) == first).sum().item()
-        assert abs(agree - n / 2) < 5 * (n / 4) ** 0.5, seed
-    assert len({tuple(drop(x[:64], 0.5, seeded(seed)).tolist()) for seed in range(20)}) == 20
+    masks = [of("dropout", backend)(x, 0.5, seeded(s)) != 0 for s in (0, 1, 2, 2**31, 2**32, 2**33, 2**61, -1)]
+    for i, mask in enumerate(masks):
+        for other in masks[:i]:
+            assert abs((mask == other).sum().item() - n / 2) < 5 * (n / 4) ** 0.5
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
@@ -219,6 +219,18 @@ def test_seeds_of_calls_that_are_replayed(drop: Dropout) -> None:
     for turn in range(6):
         for p in (0.25, 0.75):
             torch.testing.assert_close(drop(x, p, seeded(turn)), dropout(x, p, seeded(turn)))
+
+
+def test_first_values_are_not_built_in(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled for a threshold, a factor or a stride of 0 or 1 is right for others."""
+    fn = of("dropout", backend)
+    for tunable in offline.tunables("dropout", backend).values():
+        monkeypatch.setattr(tunable, "variants", {}, raising=False)
+        tunable.forget()
+    fn.kernels.forget()  # type: ignore[attr-defined]
+    for x in (ones(6, 7).mT.contiguous().mT, ones(6, 9)[:, :7], ones(14, 3).mT):
+        for p in (0.5, 0, 0.25, 0.75):
+            torch.testing.assert_close(fn(x, p, seeded(1)), dropout(x, p, seeded(1)))
 
 
 def test_bad_input(backend: str) -> None:
