@@ -73,7 +73,10 @@ def dropout_kernel(
         if threshold is None:
             value = torch.zeros_like(value)
         else:
-            index = (rows.index * steps[1]).unsqueeze(1) + (cols.index * steps[2]).unsqueeze(0) + batch.begin * steps[0]
+            if eights is not None:
+                index = (rows.index * 8).unsqueeze(1) ^ cols.index.unsqueeze(0)  # What all eight share is computed once.
+            else:
+                index = (rows.index * steps[1]).unsqueeze(1) + (cols.index * steps[2]).unsqueeze(0) + batch.begin * steps[0]
             bits = random_bits(index, wide, hl.load(seed, [0]))
             # Before the product: behind it, the selection would be of halves of registers.
             value = torch.where((bits ^ -(2**31)) >= threshold, value, 0.0) * scale
@@ -100,7 +103,7 @@ def over_tiles(
     last = sum((n - 1) * step for n, step in zip(lead.shape, steps, strict=True))
     if lead.numel() % 8 == 0 and all(t is None or t.stride() == (0, 0, 1) for t in tensors):
         # Then no width is too narrow for a tile, and no mask divides 16 bytes.
-        eights, steps = True, [0, 8, 1]
+        eights = True
         tensors = [None if t is None else t.as_strided((1, lead.numel() // 8, 8), (0, 8, 1)) for t in tensors]
     signed = threshold - 2**31 if threshold < 2**32 else None
     options = tuple(steps), signed, scale_of(p), eights, last >= 2**32 or None
