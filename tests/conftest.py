@@ -21,6 +21,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """The interpreter keeps every core busy; a GPU has memory for one process of tests."""
     if config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput") and not torch.cuda.is_available():
         config.option.numprocesses = config.option.numprocesses or os.cpu_count()
+        config.option.dist, config.option.loadscopereorder = "loadgroup", False
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,8 +29,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # The longest first, so that no core waits for it at the end.
-    items.sort(key=lambda item: "architectures" not in getattr(item, "fixturenames", ()))
+    # The longest first, so that no core waits for it at the end; what compiles the same Helion kernels in one process.
+    items.sort(key=lambda item: ("architectures" not in getattr(item, "fixturenames", ()), "kernels_helion" not in item.name))
+    for item in items:
+        parameters = getattr(item, "callspec", None) and item.callspec.params  # type: ignore[attr-defined]
+        if parameters and "backend" in parameters:
+            op = parameters["op"].name if "op" in parameters else item.path.stem.removeprefix("test_")
+            item.add_marker(pytest.mark.xdist_group(f"{op} {parameters['backend']}"))
     if torch.cuda.is_available():
         return
     left_out = [item for item in items if item.get_closest_marker("gpu")]
