@@ -21,6 +21,11 @@ TAKES = {
 }
 
 
+def has_values(t: Tensor) -> bool:
+    """Whether a check may look at them: a GPU would have to be waited for, and compilers and fake tensors have none."""
+    return not t.is_cuda and type(t) is Tensor and not torch.compiler.is_compiling()
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ._arguments import Arguments
 from ._draw import Draw
-from ._replay import PLAIN, Replay, Replays, layout, recording
+from ._replay import PLAIN, Replay, Replays, is_here, layout, recording
 from ._rows import Rows
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -367,9 +367,6 @@ class _Call:
     def __call__(self, tensors: list[Tensor]) -> Any:
         return self.kernels.direct.apply(self, *tensors)
 
-    def is_here(self) -> bool:
-        return self.device < 0 or self.device == torch.cuda.current_device()
-
     def _run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         values = self.values.copy()
         for at, t in zip(self.tensors_at, tensors, strict=True):
@@ -407,7 +404,7 @@ class _Call:
         registered = torch.is_grad_enabled() or _watched()
         key, tensors = (None, []) if registered else layout((*incoming, *saved))
         call = self.backwards.get((make, key))
-        if call is not None and call.is_here():
+        if call is not None and is_here(call.device):
             return call(tensors)
         kept = self.others.copy()
         for at, t in zip(self.saved_to, saved, strict=True):

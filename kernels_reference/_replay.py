@@ -66,9 +66,6 @@ class Replay(NamedTuple):
     results: list[int | None]
     single: bool
 
-    def is_here(self) -> bool:
-        return self.device < 0 or self.device == torch.cuda.current_device()
-
     def __call__(self, tensors: list[Tensor]) -> Any:
         for like, size, stride, dtype, device in self.allocations:
             if like is None:
@@ -193,6 +190,11 @@ def starter(compiled: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     return start
 
 
+def is_here(device: int) -> bool:
+    """Whether launches go to this device; a CPU is -1."""
+    return device < 0 or device == torch.cuda.current_device()
+
+
 def recording() -> bool:
     return isinstance(_get_current_dispatch_mode(), Recorder)
 
@@ -213,14 +215,13 @@ class Replays:
 
     def find(self, key: Key | None) -> Any:
         call = self.calls.get(key) if key else None
-        return call if call is None or call.is_here() else None
+        return call if call is None or is_here(call.device) else None
 
     def run(self, key: Key | None, tensors: list[Tensor], values: Sequence[Any]) -> Any:
         """A call that is not replayed, or not yet: the first one compiles, the second is recorded."""
         device = tensors[0].get_device() if tensors else -1
         differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        here = device < 0 or device == torch.cuda.current_device()
-        if key in self.seen and key not in self.calls and here and not differentiated:
+        if key in self.seen and key not in self.calls and is_here(device) and not differentiated:
             with Recorder() as recorder:
                 result = self.function(*values)
             self.calls[key] = recorder.replay(tensors, result)

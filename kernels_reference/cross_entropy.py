@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ._arguments import FLOATS
+from ._arguments import FLOATS, has_values
 from ._op import Cost, Draw, Op
 
 
@@ -88,8 +88,7 @@ def check(logits, target, weight, ignore_index, reduction, label_smoothing, z_lo
         raise ValueError(f"cross_entropy: softcap must be more than 0 or None, got {softcap}")
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(f"cross_entropy: dtype must be float32, float16, bfloat16 or None, got {dtype}")
-    # Compilers and fake tensors have no values to look at.
-    if not target.is_cuda and type(target) is Tensor and not torch.compiler.is_compiling():
+    if has_values(target):
         for wrong in target[((target < 0) | (target >= V)) & (target != ignore_index)]:
             raise ValueError(f"cross_entropy: target must be from 0 to {V - 1} or ignore_index, got {int(wrong)}")
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import has_values
 from ._op import Cost, Draw, Op
 
 
@@ -37,8 +38,7 @@ def check(index: Tensor, weight: Tensor, padding_idx: int | None) -> None:
     V = weight.shape[0]
     if padding_idx is not None and not -V <= padding_idx < V:
         raise ValueError(f"embedding: padding_idx must be from {-V} to {V - 1} or None, got {padding_idx}")
-    # Compilers and fake tensors have no values to look at.
-    if not index.is_cuda and type(index) is Tensor and not torch.compiler.is_compiling():
+    if has_values(index):
         for wrong in index[(index < 0) | (index >= V)]:
             raise ValueError(f"embedding: index must be from 0 to {V - 1}, got {int(wrong)}")
 
