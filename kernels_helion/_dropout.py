@@ -3,20 +3,15 @@
 The 32 random bits of an element are an int32, whose products wrap: unsigned integers are not Helion's, and 64 bits slow.
 """
 
-from functools import partial
 from typing import Any
 
 import helion.language as hl
 import torch
 from torch import Tensor
 
-from kernels_reference._dropout import Maybe, over_views, scale_of, threshold_of
+from kernels_reference._dropout import Maybe, scale_of, threshold_of
 
-from ._kernel import Kernel, kernel, next_power_of_2
-
-
-def column_major(*tensors: Any) -> bool:
-    return any(isinstance(t, Tensor) and t.ndim == 3 and t.stride(1) == 1 for t in tensors)
+from ._kernel import Kernel, column_major, kernel, next_power_of_2, tile_width
 
 
 def sizes(out: Tensor, *others: Any) -> dict[str, int]:
@@ -26,9 +21,7 @@ def sizes(out: Tensor, *others: Any) -> dict[str, int]:
 
 def tile_config(out: Tensor, *others: Any, tile: int = 2048) -> dict[str, Any]:
     _, M, N = out.shape
-    # Powers of two that divide N leave no lane idle; a column-major tensor wants rows side by side.
-    wide = tile if M == 1 else 32 if column_major(out, *others) else max(N & -N, 256)
-    block_n = min(wide, next_power_of_2(N), tile)
+    block_n = tile_width(M, N, tile, column_major(out, *others))
     # A dimension of 1 takes a block of 1: Helion 1.5.0 lets every lane store to it, those beyond the end too.
     return {"block_sizes": [min(tile // block_n, next_power_of_2(M)), block_n], "num_warps": 4}
 
@@ -108,16 +101,3 @@ def over_tiles(
     signed = threshold - 2**31 if threshold < 2**32 else None
     options = tuple(steps), signed, scale_of(p), eights, last >= 2**32 or None
     kernel(*tensors, None if like is None else like.as_strided((1,), (1,)), seed.view(1), *options)
-
-
-def drop_into(
-    kernel: Kernel[..., None], out: Tensor, copy: Maybe, x: Tensor, residual: Maybe, p: float, seed: Tensor, like: Maybe = None
-) -> None:
-    """Writes dropout of `x`, plus the residual, to `out`, `x` itself to `copy`, and 0 to the only element of `like`."""
-    over_views(partial(over_tiles, kernel, p, seed, like), out, copy, x, residual)
-
-
-def dropout_like(kernel: Kernel[..., None], x: Tensor, p: float, seed: Tensor) -> Tensor:
-    out = torch.empty_like(x)
-    drop_into(kernel, out, None, x, None, p, seed)
-    return out

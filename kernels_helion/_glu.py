@@ -12,13 +12,9 @@ from torch import Tensor
 
 from kernels_reference._glu import Maybe, empty_out, split
 
-from ._kernel import Kernel, kernel, next_power_of_2, rows_and_columns
+from ._kernel import Kernel, column_major, kernel, rows_and_columns, tile_width
 
 Number = float | None
-
-
-def column_major(*tensors: Any) -> bool:
-    return any(isinstance(t, Tensor) and t.stride(0) == 1 for t in tensors)
 
 
 def sizes(*tensors: Any) -> dict[str, int]:
@@ -27,10 +23,8 @@ def sizes(*tensors: Any) -> dict[str, int]:
 
 def tile_config(out: Tensor, *others: Any, tile: int = 1024) -> dict[str, Any]:
     M, N = out.shape
-    # Powers of two that divide N leave no lane idle; a column-major tensor wants rows side by side.
-    wide = tile if M == 1 else 32 if column_major(out, *others) else max(N & -N, 256)
     # A dimension of 1 takes a block of 1: Helion 1.5.0 lets every lane store to it, those beyond the end too.
-    block_n = min(wide, next_power_of_2(N), tile)
+    block_n = tile_width(M, N, tile, column_major(out, *others))
     return {"block_sizes": [1 if M == 1 else tile // block_n, block_n], "loop_orders": [[1, 0]], "num_warps": 4}
 
 

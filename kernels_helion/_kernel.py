@@ -169,6 +169,17 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def column_major(*tensors: Any) -> bool:
+    """Whether the rows of any of them, which need not all be tensors, lie side by side."""
+    return any(isinstance(t, Tensor) and t.ndim > 1 and t.stride(-2) == 1 for t in tensors)
+
+
+def tile_width(M: int, N: int, tile: int, column_major: bool) -> int:
+    """Of a tile of `tile` elements. Powers of two that divide N leave no lane idle; column-major, rows lie side by side."""
+    wide = tile if M == 1 else 32 if column_major else max(N & -N, 256)
+    return min(wide, next_power_of_2(N), tile)
+
+
 def row_config(x: Tensor, *, most: int = 16384, looped: int = 4096) -> dict[str, Any]:
     """For a kernel over whole rows of `x` (M, N): rows to a tile, and a looped reduction where a row is too long."""
     M, N = x.shape

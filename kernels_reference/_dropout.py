@@ -1,6 +1,7 @@
 """What dropout and dropout_add share: which elements are kept, what is refused, how kernels see their tensors."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,3 +118,28 @@ def over_views(launch: Callable[..., None], out: Tensor, copy: Maybe, *inputs: M
     for t, written in zip(tensors[:2], flat[:2], strict=True):
         if t is not None and written is not t:
             t.copy_(written)
+
+
+def dropout_like(launch: Callable[..., None], x: Tensor, p: float, seed: Tensor) -> Tensor:
+    """`launch` takes p, seed, a `like` whose only element it writes 0 to, or None, and what `over_views` gives."""
+    out = torch.empty_like(x)
+    over_views(partial(launch, p, seed, None), out, None, x, None)
+    return out
+
+
+def dropout_onto(launch: Callable[..., None], x: Tensor, residual: Tensor, like: Tensor, p: float, seed: Tensor) -> Tensor:
+    out = torch.empty_like(residual)
+    over_views(partial(launch, p, seed, like), out, None, x, residual)
+    return out
+
+
+def dropout_onto_backward(
+    launch: Callable[..., None], grad_out: Tensor, like: Tensor, p: float, seed: Tensor, needs: Sequence[bool]
+) -> tuple[Maybe, Maybe]:
+    grad_x = torch.empty_like(like) if needs[0] else None
+    grad_residual = torch.empty_like(grad_out) if needs[1] else None
+    if grad_x is not None:
+        over_views(partial(launch, p, seed, None), grad_x, grad_residual, grad_out, None)
+    elif grad_residual is not None:
+        over_views(partial(launch, 0.0, seed, None), grad_residual, None, grad_out, None)
+    return grad_x, grad_residual

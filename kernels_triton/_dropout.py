@@ -1,17 +1,15 @@
 """The kernel of dropout, with a residual sum or without: over tiles in any strides, or over one long row."""
 
-from functools import partial
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels_reference._config import Choice
-from kernels_reference._dropout import Maybe, over_views, scale_of, threshold_of
+from kernels_reference._dropout import Maybe, scale_of, threshold_of
 
-from ._launch import launch, next_power_of_2
+from ._launch import launch, next_power_of_2, tile_width
 
 SPACE = {"TILE": (512, 1024, 2048, 4096, 8192), "num_warps": (1, 2, 4, 8, 16)}
 
@@ -108,25 +106,10 @@ def over_tiles(choice: Choice, p: float, seed: Tensor, like: Maybe, tensors: lis
     column_major = any(stride[1] == 1 for stride in strides)
     config = choice(lead.get_device(), A * M, N, lead.itemsize, column_major)
     tile, threshold = config["TILE"], threshold_of(p)
-    # Powers of two that divide N leave no lane idle; a column-major tensor wants rows side by side.
-    wide = 32 if column_major else max(N & -N, 256)
-    block_n = tile if one_row else min(wide, next_power_of_2(N), tile)
+    block_n = tile if one_row else tile_width(N, tile, column_major)
     block_m = 1 if one_row else min(tile // block_n, next_power_of_2(M))
     last = sum((n - 1) * step for n, step in zip(lead.shape, steps, strict=True))
     options = threshold if threshold < 2**32 else None, scale_of(p), one_row, last >= 2**32 and not one_row, block_m, block_n
     grid = (A * triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)
     arguments = *tensors, like, seed, M, N, *(s for stride in strides for s in stride), *steps, *options
     launch(dropout_kernel, grid, *arguments, num_warps=config["num_warps"])
-
-
-def drop_into(
-    choice: Choice, out: Tensor, copy: Maybe, x: Tensor, residual: Maybe, p: float, seed: Tensor, like: Maybe = None
-) -> None:
-    """Writes dropout of `x`, plus the residual, to `out`, `x` itself to `copy`, and 0 to the only element of `like`."""
-    over_views(partial(over_tiles, choice, p, seed, like), out, copy, x, residual)
-
-
-def dropout_like(choice: Choice, x: Tensor, p: float, seed: Tensor) -> Tensor:
-    out = torch.empty_like(x)
-    drop_into(choice, out, None, x, None, p, seed)
-    return out

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels_reference._config import Choice
 from kernels_reference._glu import Maybe, empty_out, split
 
-from ._launch import launch, next_power_of_2
+from ._launch import launch, tile_width
 
 SPACE = {"TILE": (512, 1024, 2048, 4096, 8192), "num_warps": (1, 2, 4, 8, 16)}
 
@@ -157,9 +157,7 @@ def over_tiles(kernel: Any, choice: Choice, options: tuple[Any, ...], lead: Tens
     M, N = (1, lead.numel()) if one_row else lead.shape
     config = choice(lead.get_device(), M, N, lead.itemsize, column_major and not one_row)
     tile = config["TILE"]
-    # Powers of two that divide N leave no lane idle; a column-major tensor wants rows side by side.
-    wide = 32 if column_major else max(N & -N, 256)
-    block_n = tile if one_row else min(wide, next_power_of_2(N), tile)
+    block_n = tile if one_row else tile_width(N, tile, column_major)
     block_m = 1 if one_row else tile // block_n
     strides = [stride for t in (lead, *tensors) for stride in ((0, 1) if one_row or t is None else t.stride())]
     grid = (triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)

@@ -37,6 +37,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def tile_width(N: int, tile: int, column_major: bool) -> int:
+    """Of a tile of `tile` elements. Powers of two that divide N leave no lane idle; column-major, rows lie side by side."""
+    return min(32 if column_major else max(N & -N, 256), next_power_of_2(N), tile)
+
+
 def row_blocks(M: int, N: int, *, most: int, looped: int = 8192) -> tuple[int, int, int]:
     """BLOCK_M, BLOCK_N and warps for a row-wise kernel.
 
