@@ -253,12 +253,14 @@ def chosen(case: Case, backend: str, arguments: Mapping[str, Any]) -> Iterator[t
     """Runs an op, and says of each direction which kernels choose a configuration; they know by which arguments."""
     known = offline.tunables(case.op, backend).values()
     for tunable in known:
-        tunable.asked = None
+        tunable.asked, tunable.watched = None, True
     for direction in offline.walk(case.declaration, backend, arguments):
         for tunable in known:
             if tunable.asked is not None:
                 yield direction, tunable
                 tunable.asked = None
+    for tunable in known:
+        tunable.watched = False
 
 
 def tune(

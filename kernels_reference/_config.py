@@ -100,12 +100,14 @@ def _plain(value: Any) -> bool:
 
 
 class Tunable(ABC):
-    """What a tuner sees of a kernel. `asked` are the arguments by which its latest new call chose a configuration."""
+    """What a tuner sees of a kernel. `asked` are the arguments by which its latest new call, while it is watched, chose a
+    configuration."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.store, self.name = store, name
         self.forced: Config | None = None
         self.asked: tuple[Any, ...] | None = None
+        self.watched = False
 
     @abstractmethod
     def sizes(self, *asked: Any) -> Mapping[str, int]:

@@ -20,12 +20,13 @@ GPU_TESTS: set[str] = set()
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """The interpreter keeps every core busy; a GPU has memory for one process of tests."""
     if config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput") and not torch.cuda.is_available():
-        config.option.numprocesses = config.option.numprocesses or os.cpu_count()
+        config.option.numprocesses = os.cpu_count() if config.option.numprocesses is None else config.option.numprocesses
         config.option.dist, config.option.loadscopereorder = "loadgroup", False
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU; left out, and counted in the summary, without one")
+    config.addinivalue_line("markers", "xdist_group(name): runs in one process with the others of this name")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

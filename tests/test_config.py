@@ -1,5 +1,6 @@
 """Configurations: which one a call takes, what a tuner writes, and what it refuses."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -46,7 +47,9 @@ def forget() -> None:
 
 
 def softmax(backend: str) -> tuple[Callable[..., torch.Tensor], Tunable]:
-    return _ops.function(_ops.load("softmax"), backend), offline.tunables("softmax", backend)[TUNED[backend][0]]
+    tunable = offline.tunables("softmax", backend)[TUNED[backend][0]]
+    tunable.watched = True
+    return _ops.function(_ops.load("softmax"), backend), tunable
 
 
 def x() -> torch.Tensor:
@@ -194,6 +197,22 @@ def test_tuner(backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caps
     forget()
     torch.testing.assert_close(fn(t := x()), t.softmax(-1))
     assert tunable.choose(HERE, *(tunable.asked or ())) == config
+
+
+def test_keeps_no_tensors(backend: str) -> None:
+    """A call's tensors are freed with it, though its kernel was compiled for them."""
+    fn = _ops.function(_ops.load("softmax"), backend)
+    forget()
+    for tunable in offline.tunables("softmax", backend).values():
+        tunable.watched = False
+    fn.kernels.forget()  # type: ignore[attr-defined]
+    fn(torch.randn(5, 77, device=_ops.DEVICE))
+    fn(t := torch.randn(5, 77, device=_ops.DEVICE))
+    fn.kernels.forget()  # type: ignore[attr-defined]
+    gc.collect()
+    address = t.untyped_storage().data_ptr()
+    others = (o for o in gc.get_objects() if type(o) is torch.Tensor and o is not t)
+    assert not [o for o in others if o.numel() and o.untyped_storage().data_ptr() == address]
 
 
 def test_tuner_without_time(backend: str, folder: Path) -> None:
