@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels_reference._config import gpu
+from kernels_reference._norm import backward_tile, forward_tile
 
 from ._kernel import Config, kernel, next_power_of_2, row_config, rows_and_columns
 
@@ -36,13 +37,12 @@ def widest(N: int) -> int:
 def bwd_config(grad_out: Tensor, grad_total: Opt, x: Tensor, weight: Opt, mean: Opt, *_: Any) -> Config:
     width = next_power_of_2(x.size(1)) if x.size(1) <= widest(x.size(1)) else 4096
     where = gpu(x.get_device())
-    # Centred, two sums follow each other: rows side by side, in few warps, wait less.
     few = mean is not None and x.size(1) <= 4096 and x.size(1) % 8 == 0
-    tile, lanes = (8192, 1024) if few and width == 4096 else (4096, 1024 if few and grad_total is None else 512)
+    tile, lanes, most_stages = backward_tile(width, few=few, added=grad_total is not None)
     step = min(max(tile // width, 1), next_power_of_2(-(-x.size(0) // where.processors)))
     # As many steps ahead as half of the shared memory holds, of two tensors or three.
     tensors = 2 + (grad_total is not None)
-    stages = min(1 + where.shared // (2 * tensors * step * width * x.itemsize), 3 if tile == 8192 else 4)
+    stages = min(1 + where.shared // (2 * tensors * step * width * x.itemsize), most_stages)
     warps = -(-step * width * x.itemsize // (2 * lanes))
     return {"block_sizes": [step, width], "range_num_stages": [0, stages], "num_warps": min(warps, 16)}
 
@@ -55,10 +55,7 @@ def few_config(grad_out: Tensor, grad_total: Opt, x: Tensor, *_: Any) -> Config:
 def fwd_config(x: Tensor, residual: Opt, total: Opt, weight: Opt, bias: Opt, out: Tensor, mean: Opt, *_: Any) -> Config:
     config = row_config(x, most=65536 // x.itemsize, looped=8192)
     if mean is not None and x.size(1) <= 8192:
-        # Two sums, one after the other: the fewer warps wait for each other, the better.
-        width = next_power_of_2(x.size(1))
-        rows = min(max(2048 // width, 1), *config["block_sizes"])
-        warps = min(max(rows * width // (1024 if width < 4096 else 512), 1), 8)
+        rows, warps = forward_tile(next_power_of_2(x.size(1)), *config["block_sizes"])
         config |= {"block_sizes": [rows], "num_warps": warps}
     return config
 

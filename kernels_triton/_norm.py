@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels_reference._config import Gpu, gpu
+from kernels_reference._norm import backward_tile, forward_tile
 
 from ._launch import configured, launch, next_power_of_2, row_blocks
 
@@ -254,24 +255,20 @@ def sum_partials_kernel(
 def norm_fwd_config(where: Gpu, M: int, N: int, itemsize: int, centred: bool, added: bool) -> dict[str, int]:
     block_m, block_n, warps = row_blocks(M, N, most=32768, looped=4096 if added else 8192)
     if centred and N <= 8192:
-        # Two sums, one after the other: the fewer warps wait for each other, the better.
-        width = next_power_of_2(N)
-        block_m = min(max(2048 // width, 1), block_m)
-        warps = min(max(block_m * width // (1024 if width < 4096 else 512), 1), 8)
+        block_m, warps = forward_tile(next_power_of_2(N), block_m)
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": min(warps, where.warps)}
 
 
 @configured(BLOCK_M=(1, 2, 4, 8, 16, 32, 64), num_warps=(1, 2, 4, 8, 16), num_stages=(1, 2, 3, 4, 5), PROGRAMS=(1, 2, 3, 4))
 def norm_bwd_config(where: Gpu, M: int, N: int, itemsize: int, centred: bool, added: bool) -> dict[str, int]:
     width = min(next_power_of_2(N), 32768 // itemsize)
-    # Centred, two sums follow each other: rows side by side, in few warps, wait less.
-    tile, lanes = (8192, 1024) if centred and width == 4096 else (4096, 512 if added or not centred or width > 4096 else 1024)
+    tile, lanes, most_stages = backward_tile(width, few=centred and width <= 4096, added=added)
     rows = min(max(tile // width, 1), next_power_of_2(triton.cdiv(M, where.processors)))
     # As many steps ahead as half of the shared memory holds, of two tensors or three.
     ahead = where.shared // (2 * (2 + added) * rows * width * itemsize)
     warps = min(max(rows * width // lanes, 1), 8 if itemsize == 2 else 16)
     programs = 2 if centred and width <= 1024 and M * N >= 1 << 24 else 1
-    return {"BLOCK_M": rows, "num_warps": warps, "num_stages": min(1 + ahead, 3 if tile == 8192 else 4), "PROGRAMS": programs}
+    return {"BLOCK_M": rows, "num_warps": warps, "num_stages": min(1 + ahead, most_stages), "PROGRAMS": programs}
 
 
 def strided(t: Opt, *, dims: int = 2) -> tuple[Any, ...]:
