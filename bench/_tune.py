@@ -254,13 +254,15 @@ def chosen(case: Case, backend: str, arguments: Mapping[str, Any]) -> Iterator[t
     known = offline.tunables(case.op, backend).values()
     for tunable in known:
         tunable.asked, tunable.watched = None, True
-    for direction in offline.walk(case.declaration, backend, arguments):
+    try:
+        for direction in offline.walk(case.declaration, backend, arguments):
+            for tunable in known:
+                if tunable.asked is not None:
+                    yield direction, tunable
+                    tunable.asked = None
+    finally:  # Also where the caller has no more time.
         for tunable in known:
-            if tunable.asked is not None:
-                yield direction, tunable
-                tunable.asked = None
-    for tunable in known:
-        tunable.watched = False
+            tunable.watched = False
 
 
 def tune(

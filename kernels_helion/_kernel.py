@@ -76,7 +76,7 @@ class Kernel(Tunable, Generic[P, R]):
         # Helion reads `.grad` of what it binds, which warns for a saved output; and it looks at which arguments are one.
         once = {id(a): a.detach() for a in args if isinstance(a, Tensor)}
         asked = tuple(once.get(id(a), a) for a in args)
-        self.asked = asked if self.watched else None  # It would keep the tensors in memory.
+        self.note(*asked)
         where = gpu(args[0].get_device())
 
         def compiled(config: Config) -> Callable[..., R]:

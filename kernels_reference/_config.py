@@ -109,6 +109,10 @@ class Tunable(ABC):
         self.asked: tuple[Any, ...] | None = None
         self.watched = False
 
+    def note(self, *asked: Any) -> None:
+        """Keeps the arguments of a new call for who watches; for nobody, tensors among them would stay in memory."""
+        self.asked = asked if self.watched else None
+
     @abstractmethod
     def sizes(self, *asked: Any) -> Mapping[str, int]:
         """What configurations are tuned for."""
@@ -149,7 +153,7 @@ class Choice(Tunable):
     def __call__(self, device: int, *sizes: int) -> Config:
         config = self._known.get((device, *sizes))
         if config is None:
-            self.asked = sizes
+            self.note(*sizes)
             config = self._known[(device, *sizes)] = self.choose(gpu(device), *sizes)
         return config
 
