@@ -48,14 +48,29 @@ def flush_cache() -> None:
     torch.cuda._sleep(1_000_000)
 
 
+def directions(op: Op[Any], ahead: bool) -> tuple[str, ...]:
+    """What is timed of an op. Where the forward makes gradients ahead, it and the backward only mean something together."""
+    return ("forward", "training" if ahead else "backward") if op.grads else ("forward",)
+
+
 def timed(op: Op[Any], fn: Callable[..., Any], right: Oracle, direction: str) -> Callable[[], Any]:
-    """The forward without gradients, or the backward of a graph that is kept."""
+    """The forward without gradients, the backward of a graph that is kept, or both with a graph that is not."""
     if direction == "forward":
         return torch.no_grad()(functools.partial(fn, **right.arguments))
     fresh = leaves(op, right.arguments)
-    live = [(r, g.to(r.dtype)) for r, g in zip(outputs(fn(**fresh)), right.incoming, strict=True) if r.requires_grad]
     wanted = [v for v in fresh.values() if isinstance(v, torch.Tensor) and v.requires_grad]
-    results, incoming = [r for r, _ in live], [g for _, g in live]
+
+    def live() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        pairs = [(r, g.to(r.dtype)) for r, g in zip(outputs(fn(**fresh)), right.incoming, strict=True) if r.requires_grad]
+        return [r for r, _ in pairs], [g for _, g in pairs]
+
+    def both() -> Any:
+        results, incoming = live()
+        return torch.autograd.grad(results, wanted, incoming)
+
+    if direction == "training":
+        return both
+    results, incoming = live()
     return lambda: torch.autograd.grad(results, wanted, incoming, retain_graph=True)
 
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 from liger_kernel.ops.geglu import LigerGELUMulFunction
+from liger_kernel.ops.group_norm import LigerGroupNormFunction
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 from liger_kernel.ops.rope import LigerRopeFunction
 from liger_kernel.ops.softmax import LigerSoftmaxFunction
@@ -33,6 +36,23 @@ def rms_norm(x: Tensor, weight: Any = None, eps: Any = None, *, offset: float = 
     return LigerRMSNormFunction.apply(x, weight, eps, offset, casting, False)
 
 
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Any = None, eps: Any = None, *, offset: float = 0.0, casting: str = "none"
+) -> Any:
+    lacks(weight is None or residual.dtype != x.dtype)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    return LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps, offset, casting, False)
+
+
+def qk_norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6, *,
+    offset: float = 0.0, casting: str = "none", interleaved: bool = False,
+) -> Any:  # fmt: skip
+    """Two of its kernels and a third for both."""
+    q, k = (rms_norm(x, w, eps, offset=offset, casting=casting).to(x.dtype) for x, w in ((q, q_weight), (k, k_weight)))
+    return rope(q, k, cos, sin, interleaved=interleaved)
+
+
 def swiglu(
     gate: Tensor, up: Any = None, *, interleaved: bool = False, alpha: float = 1.0, limit: Any = None, offset: float = 0.0
 ) -> Any:
@@ -47,6 +67,11 @@ def geglu(gate: Tensor, up: Any = None, *, interleaved: bool = False, approximat
     if up is None:
         gate, up = gate.chunk(2, -1)
     return LigerGELUMulFunction.apply(gate, up)
+
+
+def group_norm(x: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+    lacks(weight is None or bias is None)
+    return LigerGroupNormFunction.apply(x, weight, bias, x.shape[1], num_groups, eps)
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Any:
@@ -68,3 +93,15 @@ def cross_entropy(
     loss, *_ = LigerCrossEntropyFunction.apply(flat, target.flatten(), *options)  # pyright: ignore
     loss = loss if reduction != "none" else loss.view(target.shape)
     return loss.to(dtype or logits.dtype)
+
+
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Any = None, weight: Any = None,
+    ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: Any = None,
+    dtype: Any = None, return_lse: bool = False, extra_memory: float = 1.0,
+) -> Any:  # fmt: skip
+    lacks(return_lse or extra_memory == 0)
+    options = linear_bias, weight, ignore_index, z_loss, label_smoothing, reduction, softcap
+    flat = input.reshape(-1, input.shape[-1])
+    loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(flat, linear_weight, target.flatten(), *options)  # pyright: ignore
+    return loss.to(dtype or input.dtype)

@@ -15,7 +15,7 @@ import pytest
 import kernels_reference
 
 from . import _measure
-from .offline import load
+from .offline import function, load
 
 ROWS: list[dict[str, Any]] = []
 LINES: list[str] = []
@@ -41,8 +41,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for name, op in ops.items()
             for w in op.workloads
             for i in (*_measure.IMPLEMENTATIONS, *(["liger"] if hasattr(peers(), name) else []))
-            for d in ("forward", "backward")
-            if d == "forward" or op.grads
+            for d in _measure.directions(op, function(name, "kernels_triton").kernels.ahead)
         ]
         metafunc.parametrize(("op", "workload", "implementation", "direction"), cells)
     elif "op" in metafunc.fixturenames:

@@ -26,6 +26,7 @@ import triton
 from helion._compiler.compile_environment import CompileEnvironment
 from torch import Tensor
 from torch._inductor.runtime.hints import DeviceProperties
+from torch._prims_common import wrappers
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic
@@ -148,6 +149,9 @@ def stand_in(gpu: Gpu, *, compiles: bool = True) -> Generator[list[Any]]:
             (JITFunction, "run", compile_only),
             (CompileEnvironment, "_maybe_recreate_symint", symbolic),
             (fake_tensor, "init_gpu_context", lambda device: None),
+            # Copies between fake tensors would ask for a GPU's; there is nothing to copy.
+            (wrappers, "_safe_copy_out", lambda *, copy_from, copy_to, exact_dtype=False: copy_to),
+            (Tensor, "copy_", lambda self, *_: self),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         known_gpu.cache_clear()
@@ -200,12 +204,12 @@ def walk(op: Op[Any], backend: str, arguments: Mapping[str, Any]) -> Iterator[st
     kernels = function(op.name, backend).kernels
     bound = zip(op.arguments.names, op.arguments.bind((), arguments), strict=True)
     values = [v for n, v in bound if n in kernels.names]
-    results = kernels.run_forward(*values)
+    needs = tuple(isinstance(values[i], Tensor) for i in kernels.differentiable)
+    results = kernels.run_forward(*values, *([needs] if kernels.ahead else []))
     yield "forward"
     if kernels.backward is not None:
         known = dict(zip((*kernels.names, *kernels.made), (*values, *results), strict=True))
         grads = [known[name.removeprefix("grad_")] for name in kernels.incoming]
-        needs = [isinstance(known[name], Tensor) for name in op.grads]
         kernels.run_backward(*grads, *(known[name] for name in kernels.saved), needs)
         yield "backward"
 
@@ -215,7 +219,7 @@ def compile_op(op: Op[Any], backend: str, gpu: Gpu, workload: str, arguments: Ma
     found: list[Compiled] = []
     with stand_in(gpu) as compiled, FakeTensorMode():
         for direction in walk(op, backend, on_cuda(arguments)):
-            for kernel in compiled:
+            for kernel in {id(k): k for k in compiled}.values():  # What is launched twice is compiled once.
                 m, source = kernel.metadata, kernel.src.fn.fn.__code__.co_filename
                 cell = gpu.arch, op.name, backend, direction, workload, m.name
                 found.append(Compiled(*cell, *resources(kernel), m.shared, m.num_warps, source))
@@ -238,15 +242,18 @@ def main() -> None:
     parser.add_argument("arch", help=f"of {', '.join(GPUS)}: one, or several of one vendor with commas between")
     parser.add_argument("ops", nargs="*", metavar="OP")
     parser.add_argument("--backend", choices=BACKENDS, action="append")
+    parser.add_argument("--turns", action="store_true", help="each workload for one GPU in five, in turns")
     chosen = parser.parse_args()
     import kernels_reference
 
     for name in chosen.ops or kernels_reference.__all__:
         op = load(name)
         for backend in chosen.backend or BACKENDS:
-            for workload in op.workloads:
+            for turn, workload in enumerate(op.workloads):
                 arguments = op.workloads[workload](Draw("meta", torch.bfloat16))
-                for arch in chosen.arch.split(","):
+                for i, arch in enumerate(chosen.arch.split(",")):
+                    if chosen.turns and (turn + i) % 5:
+                        continue
                     for line in compile_op(op, backend, GPUS[arch], workload, arguments):
                         print(json.dumps(asdict(line)), flush=True)
 

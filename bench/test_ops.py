@@ -91,8 +91,10 @@ def test_times(
     benchmark.group = f"{op.name} {workload} {name} {direction}"
     benchmark.pedantic(run, setup=_measure.flush_cache, rounds=rounds, warmup_rounds=2)
     seconds = benchmark.stats.stats.median
-    ceilings, cost = _measure.ceilings(), op.cost(**right.arguments)[direction == "backward"]
-    floor = max(cost.bytes / ceilings["bandwidth"], cost.flops / ceilings["matrix_rate"])
+    ceilings, costs = _measure.ceilings(), op.cost(**right.arguments)
+    chosen = {"forward": costs[:1], "backward": costs[1:]}.get(direction, costs)
+    moved, flops = sum(c.bytes for c in chosen), sum(c.flops for c in chosen)
+    floor = max(moved / ceilings["bandwidth"], flops / ceilings["matrix_rate"])
     graph = _measure.graph_time(lambda: _measure.timed(op, made.fn, right, direction)) if seconds < 1e-4 else None
     row: dict[str, Any] = {
         "op": op.name,
@@ -102,15 +104,15 @@ def test_times(
         "implementation": implementation,
         "device_us": round(seconds * 1e6, 2),
         "spread_us": round(benchmark.stats.stats.iqr * 1e6, 2),
-        "host_us": round(_measure.host_time(run) * 1e6, 2),
+        "host_us": round(_measure.host_time(run, max(10, min(100, int(0.3 / seconds)))) * 1e6, 2),
         "graph_us": graph and round(graph * 1e6, 2),
-        "gb_per_s": round(cost.bytes / seconds / 1e9, 1),
-        "tflop_per_s": round(cost.flops / seconds / 1e12, 3),
+        "gb_per_s": round(moved / seconds / 1e9, 1),
+        "tflop_per_s": round(flops / seconds / 1e12, 3),
         "percent_of_ceiling": round(100 * floor / seconds, 1),
         "peak_bytes": _measure.peak_memory(run),
-        "error": max(e.norm for n, e in made.errors.items() if n.startswith("gradient") == (direction == "backward")),
+        "error": max(e.norm for n, e in made.errors.items() if n.startswith("gradient") == (direction != "forward")),
         "error_share": round(made.share, 3),
-        "kernels": made.kernels[direction] if implementation.startswith("inductor") else None,
+        "kernels": made.kernels.get(direction, sum(made.kernels.values())) if implementation.startswith("inductor") else None,
     }
     same = ("op", "workload", "dtype", "direction")
     earlier = [*_measure.stored().values(), *ROWS]

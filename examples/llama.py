@@ -1,12 +1,14 @@
 """A Llama-style decoder whose ops are an argument: `Llama(SIZES["tiny"], kernels_helion)`.
 
-The ops are a module, or any namespace, with `rms_norm`, `swiglu`, `rope` and `cross_entropy`; `kernels_helion`,
-`kernels_triton` and `kernels_reference` are such modules. Projections that read the same input are one matrix, so the ops
-get views: rope the heads of a fused query-key-value projection, swiglu a gate and an up half side by side.
+The ops are a module, or any namespace, with those of `OPS`; `kernels_helion`, `kernels_triton` and `kernels_reference` are
+such modules. Queries and keys are normalised, as in Qwen 3. Projections that read the same input are one matrix, so the ops
+get views: qk_norm_rope the heads of a fused query-key-value projection, swiglu a gate and an up half side by side.
 """
 
 import importlib
+import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+OPS = ("rms_norm", "add_rms_norm", "qk_norm_rope", "swiglu", "linear_cross_entropy")
+
 
 def load_ops(name: str) -> Any:
-    """The ops called "helion" or "triton", or as "eager" what a user would write today: each declaration names it."""
+    """The ops called "helion", "triton" or "liger", or as "eager" what a user would write today, as each declaration says."""
+    if name == "liger":  # The peer that the benchmarks know, under the same signatures.
+        spec: Any = importlib.util.spec_from_file_location("peers", Path(__file__).parent.parent / "bench/_peers.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
     if name != "eager":
         return importlib.import_module(f"kernels_{name}")
-    names = ("rms_norm", "swiglu", "rope", "cross_entropy")
-    declared = {name: importlib.import_module(f"kernels_reference.{name}").op for name in names}
+    declared = {name: importlib.import_module(f"kernels_reference.{name}").op for name in OPS}
     return SimpleNamespace(**{name: op.eager or op.fn for name, op in declared.items()})
 
 
@@ -50,27 +58,18 @@ SIZES = {
 }
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, config: Config, ops: Any) -> None:
-        super().__init__()
-        self.ops, self.eps = ops, config.eps
-        self.weight = nn.Parameter(torch.ones(config.dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ops.rms_norm(x, self.weight, self.eps)
-
-
 class Attention(nn.Module):
     def __init__(self, config: Config, ops: Any) -> None:
         super().__init__()
-        self.ops, self.width = ops, config.dim // config.heads
+        self.ops, self.eps, self.width = ops, config.eps, config.dim // config.heads
         self.heads = [config.heads, config.kv_heads, config.kv_heads]
         self.qkv = nn.Linear(config.dim, sum(self.heads) * self.width, bias=False, dtype=config.dtype)
+        self.q_norm, self.k_norm = (nn.Parameter(torch.ones(self.width)) for _ in range(2))
         self.out = nn.Linear(config.dim, config.dim, bias=False, dtype=config.dtype)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.width)).transpose(1, 2).split(self.heads, dim=1)
-        q, k = self.ops.rope(q, k, cos, sin)
+        q, k = self.ops.qk_norm_rope(q, k, self.q_norm, self.k_norm, cos, sin, self.eps)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(out.transpose(1, 2).flatten(2))
 
@@ -82,19 +81,8 @@ class FeedForward(nn.Module):
         self.gate_up = nn.Linear(config.dim, 2 * config.ffn, bias=False, dtype=config.dtype)
         self.out = nn.Linear(config.ffn, config.dim, bias=False, dtype=config.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *angles: Tensor) -> Tensor:
         return self.out(self.ops.swiglu(self.gate_up(x)))
-
-
-class Block(nn.Module):
-    def __init__(self, config: Config, ops: Any) -> None:
-        super().__init__()
-        self.attention_norm, self.attention = RMSNorm(config, ops), Attention(config, ops)
-        self.ffn_norm, self.ffn = RMSNorm(config, ops), FeedForward(config, ops)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.ffn(self.ffn_norm(x))
 
 
 class Llama(nn.Module):
@@ -105,10 +93,11 @@ class Llama(nn.Module):
 
     def __init__(self, config: Config, ops: Any) -> None:
         super().__init__()
-        self.ops = ops
+        self.ops, self.eps = ops, config.eps
         self.embedding = nn.Embedding(config.vocab, config.dim, dtype=config.dtype)
-        self.blocks = nn.ModuleList(Block(config, ops) for _ in range(config.layers))
-        self.norm = RMSNorm(config, ops)
+        self.branches = nn.ModuleList(kind(config, ops) for _ in range(config.layers) for kind in (Attention, FeedForward))
+        # One before each branch, and one before the output.
+        self.norms = nn.ParameterList(torch.ones(config.dim) for _ in range(2 * config.layers + 1))
         for name, p in self.named_parameters():
             if p.ndim == 2:
                 # The two branches of each block add up: smaller outputs keep the sum as large in a deep model.
@@ -121,9 +110,9 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean cross-entropy, a float32 scalar, of `targets` (batch, length) that follow `tokens` (batch, length)."""
-        x = self.embedding(tokens)
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x, cos, sin)
-        logits = F.linear(self.norm(x), self.embedding.weight)
-        return self.ops.cross_entropy(logits, targets, dtype=torch.float32)
+        stream = self.embedding(tokens)
+        angles = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        x = self.ops.rms_norm(stream, self.norms[0], self.eps)
+        for i, branch in enumerate(self.branches, 1):
+            x, stream = self.ops.add_rms_norm(branch(x, *angles), stream, self.norms[i], self.eps)
+        return self.ops.linear_cross_entropy(x, self.embedding.weight, targets, dtype=torch.float32)

@@ -97,7 +97,9 @@ def picture(text: str) -> Path:
 def arguments() -> argparse.Namespace:
     gpu = torch.cuda.is_available()
     parser = Parser(description="Train a small Llama on the source of the Python standard library, as bytes.")
-    parser.add_argument("--ops", choices=("eager", "helion", "triton"), help="default: helion on a GPU, eager on a CPU")
+    parser.add_argument(
+        "--ops", choices=("eager", "helion", "triton", "liger"), help="default: helion on a GPU, eager on a CPU"
+    )
     parser.add_argument("--size", choices=tuple(SIZES), help="default: small on a GPU, tiny on a CPU")
     parser.add_argument("--steps", type=positive, help="default: of the size, 20 to 300")
     parser.add_argument("--batch", type=positive, help="sequences a step; default: of the size, 8 or 16")

@@ -7,7 +7,7 @@ each call: a small kernel costs the host 27 to 33 and 66 microseconds with them,
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -80,8 +80,8 @@ class Kernel(Tunable, Generic[P, R]):
         where = gpu(args[0].get_device())
 
         def compiled(config: Config) -> Callable[..., R]:
-            variant = self.variant(config, *asked)
-            return variant.bind(asked).compile_config(variant.configs[0])
+            bound, ones = self._bound(config, asked)
+            return bound.compile_config(helion.Config(**(_fit(config, bound.config_spec) if ones else config)))
 
         try:
             return compiled(self.choose(where, *asked))
@@ -103,8 +103,7 @@ class Kernel(Tunable, Generic[P, R]):
 
     def neighbours(self, config: Config) -> Iterator[Config]:
         """One step in what Helion itself would tune; its own search keeps to no budget shorter than a generation."""
-        asked = self.asked or ()
-        spec = self.variant(config, *asked).bind(asked).config_spec
+        spec = self._bound(config, self.asked or ())[0].config_spec
         space = ConfigGeneration(spec)
         flat = space.flatten(helion.Config(**config))
         for i, fragment in enumerate(space.flat_spec):
@@ -122,22 +121,23 @@ class Kernel(Tunable, Generic[P, R]):
     def forget(self) -> None:
         self._runs.clear()
 
-    def variant(self, config: Config, *args: Any) -> "helion.Kernel[R]":
-        """The kernel that a call with these arguments takes with this configuration."""
+    def _bound(self, config: Config, args: Sequence[Any]) -> tuple[Any, bool]:
+        """What Helion has made of the kernel for such arguments, whatever else is configured; and whether a size is 1."""
         tensors = [a for a in args if isinstance(a, Tensor)]
         # Helion builds sizes of 1 into the code, whatever sizes it meets first; it must not meet them for another shape.
         ones = [[n == 1 for n in t.shape] for t in tensors]
         # 64-bit indices are decided here: Helion looks at numbers of elements, not at what strides span or outputs need.
         index_dtype = torch.int64 if any(_span(t) >= 2**30 for t in tensors) else torch.int32
-        key = f"{index_dtype} {ones} {sorted(config.items())}"
+        # A loop over a row that is longer than the first row it meets becomes no loop, for any row.
+        key = f"{index_dtype} {ones} {config.get('reduction_loops')}"
         if key not in self.variants:
             settings: dict[str, Any] = {"static_shapes": False, "index_dtype": index_dtype, "autotune_effort": "none"}
+            # Configurations come from elsewhere; these would build the number of processors into the code's key.
+            settings["disable_autotuner_heuristics"] = True
             # A comparison of an argument with None counts as one.
             settings["ignore_warnings"] = [helion.exc.TensorOperationInWrapper]
-            if any(map(any, ones)):
-                config = _fit(config, helion.kernel(self.fn, **settings).bind(args).config_spec)
-            self.variants[key] = helion.kernel(self.fn, config=helion.Config(**config), **settings)
-        return self.variants[key]
+            self.variants[key] = helion.kernel(self.fn, **settings)
+        return self.variants[key].bind(tuple(args)), any(map(any, ones))
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:

@@ -101,11 +101,12 @@ def cross_entropy_reduce_kernel(parts: Tensor, out: Tensor, total: Tensor, mean:
 @kernel(lambda logits, *_: {**tile(logits, 4096), "loop_orders": [[1, 0]]})
 def cross_entropy_bwd_kernel(
     logits: Tensor, grad_logits: Tensor, grad_out: Tensor, grad_lse: Maybe, target: Tensor, weight: Maybe, weight_sum: Maybe,
-    lse: Tensor, total: Tensor, ignore_index: int, label_smoothing: Number, z_loss: Number, softcap: Number,
+    lse: Tensor, total: Tensor, first: int, classes: int, ignore_index: int, label_smoothing: Number, z_loss: Number,
+    softcap: Number,
 ) -> None:  # fmt: skip
     M, V = logits.size()
     for rows, cols in hl.tile([M, V]):
-        t, counts, w = look_up(rows, target, weight, ignore_index, V)
+        t, counts, w = look_up(rows, target, weight, ignore_index, classes)
         read = counts if grad_lse is None else t == t
         z = capped(hl.load(logits, [rows, cols], extra_mask=read[:, None]).float(), softcap)
         row_lse, grad = lse[rows], grad_out[rows].float()
@@ -114,15 +115,15 @@ def cross_entropy_bwd_kernel(
         on_target = each * w
         on_softmax = on_target
         if label_smoothing is not None:
-            each = each * (label_smoothing / V)
+            each = each * (label_smoothing / classes)
             on_target = on_target * (1 - label_smoothing)
-            on_softmax = on_target + each * all_of(weight_sum, V)
+            on_softmax = on_target + each * all_of(weight_sum, classes)
         if z_loss is not None:
             on_softmax = on_softmax + torch.where(counts, 2 * z_loss * row_lse * grad / total[1], 0.0)
         if grad_lse is not None:
             on_softmax = on_softmax + grad_lse[rows].float()
         g = torch.exp(z - row_lse[:, None]) * on_softmax[:, None]
-        g = g - torch.where(cols.index[None, :] == t[:, None], on_target[:, None], 0.0)
+        g = g - torch.where(cols.index[None, :] == (t - first)[:, None], on_target[:, None], 0.0)
         if label_smoothing is not None:
             if weight is not None:  # noqa: SIM108 (Helion evaluates both arms of an expression)
                 g = g - each[:, None] * weight[cols].float()[None, :]
@@ -161,15 +162,24 @@ def weight_sum(weight: Maybe, label_smoothing: float) -> Maybe:
     return None if weight is None or not label_smoothing else weight.sum(0, keepdim=True, dtype=torch.float32)
 
 
+def write_grad(
+    grad_out: Tensor, grad_lse: Maybe, logits: Tensor, target: Tensor, weight: Maybe, lse: Tensor, total: Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: Number, first: int, classes: int, grad_logits: Tensor,
+) -> None:  # fmt: skip
+    """The gradient of logits, which are those of classes from `first` on; it may take their place."""
+    cross_entropy_bwd_kernel(
+        logits, grad_logits, grad_out.expand(logits.size(0)), grad_lse, target, weight, weight_sum(weight, label_smoothing),
+        lse, total, first, classes, ignore_index, label_smoothing or None, z_loss or None, softcap,
+    )  # fmt: skip
+
+
 def cross_entropy_bwd(
     grad_out: Tensor, grad_lse: Maybe, logits: Tensor, target: Tensor, weight: Maybe, lse: Tensor, total: Tensor,
     ignore_index: int, reduction: str, label_smoothing: float, z_loss: float, softcap: Number,
 ) -> tuple[Tensor]:  # fmt: skip
-    grad_logits, grad_out = torch.empty_like(logits), grad_out.expand(logits.size(0))
-    cross_entropy_bwd_kernel(
-        logits, grad_logits, grad_out, grad_lse, target, weight, weight_sum(weight, label_smoothing), lse, total,
-        ignore_index, label_smoothing or None, z_loss or None, softcap,
-    )  # fmt: skip
+    grad_logits = torch.empty_like(logits)
+    options = ignore_index, label_smoothing, z_loss, softcap
+    write_grad(grad_out, grad_lse, logits, target, weight, lse, total, *options, 0, logits.size(1), grad_logits)
     return (grad_logits,)
 
 

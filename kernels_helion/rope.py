@@ -47,15 +47,19 @@ def load_pairs(x: Tensor, rows: list[Any], d: Any, half: int, interleaved: bool)
     return tuple(hl.load(x, [*rows, at], d.index < half).float() for at in (d.index, d.index + half))  # type: ignore
 
 
+def store_pairs(out: Tensor, rows: list[Any], d: Any, half: int, interleaved: bool, x1: Tensor, x2: Tensor) -> None:
+    x1, x2 = x1.to(out.dtype), x2.to(out.dtype)
+    if interleaved:
+        hl.store(out, [*rows, d], hl.join(x1, x2).reshape([*x1.shape[:-1], d.block_size]), d.index < half * 2)
+    else:
+        hl.store(out, [*rows, d.index], x1, d.index < half)
+        hl.store(out, [*rows, d.index + half], x2, d.index < half)
+
+
 def turn(x: Tensor, out: Tensor, rows: list[Any], d: Any, angles: Any, sizes: Any, options: Any) -> None:
     (cos1, cos2, sin1, sin2), (*_, half, width, _), (interleaved, partial) = angles, sizes, options
     x1, x2 = load_pairs(x, rows, d, half, interleaved)
-    y1, y2 = (x1 * cos1 - x2 * sin1).to(out.dtype), (x2 * cos2 + x1 * sin2).to(out.dtype)
-    if interleaved:
-        hl.store(out, [*rows, d], hl.join(y1, y2).reshape([*y1.shape[:-1], d.block_size]), d.index < half * 2)
-    else:
-        hl.store(out, [*rows, d.index], y1, d.index < half)
-        hl.store(out, [*rows, d.index + half], y2, d.index < half)
+    store_pairs(out, rows, d, half, interleaved, x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2)
     for at in [d.index + half * 2, d.index + half * 2 + width][: partial * (2 - interleaved)]:
         hl.store(out, [*rows, at], hl.load(x, [*rows, at], at < x.size(-1)), at < x.size(-1))
 
@@ -74,21 +78,25 @@ def rope_kernel(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k
             turn(k, k_out, [b.begin, h, t], d, (cos1, cos2, sin1, sin2), sizes, options)
 
 
-def rope_fwd(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, needs: Any = None) -> tuple[Tensor, Tensor]:
+def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, needs: Any, backward: bool) -> Any:
     (B, H, T, D), K, R = q.shape, k.size(1), cos.size(-1)
     width = max(R, D - R) if interleaved else max(R, D - R + 1) // 2
     d, t, h = blocks(q, k, R // 2, width, interleaved)
     # As many heads to a program, for each set of angles, as leave 2048 programs.
     G = min(cdiv(max(H, K), h), max(2048 // (B * cdiv(T, t) * cdiv(width, d)), 1))
-    q_needs, k_needs = needs or (True, True)
+    q_needs, k_needs = needs
     q_out, k_out = torch.empty_like(q) if q_needs else q, torch.empty_like(k) if k_needs else k
-    sizes = (G, cdiv(H, G * h) * h * q_needs, cdiv(K, G * h) * h * k_needs, R // 2, width, int(needs is not None))
+    sizes = (G, cdiv(H, G * h) * h * q_needs, cdiv(K, G * h) * h * k_needs, R // 2, width, int(backward))
     rope_kernel(q, k, cos.expand(B, -1, -1), sin.expand(B, -1, -1), q_out, k_out, sizes, hl.constexpr((interleaved, R < D)))
     return q_out, k_out
 
 
+def rope_fwd(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    return turned(q, k, cos, sin, interleaved, (True, True), False)
+
+
 def rope_bwd(grad_q_out: Tensor, grad_k_out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, needs: list[bool]) -> Any:
-    return rope_fwd(grad_q_out, grad_k_out, cos, sin, interleaved, needs)
+    return turned(grad_q_out, grad_k_out, cos, sin, interleaved, needs, True)
 
 
 rope = op.implement(rope_fwd, rope_bwd)

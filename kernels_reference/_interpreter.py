@@ -15,7 +15,9 @@ ELEMENTWISE = """
     abs acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf erfc erfinv exp exp2 expm1 floor fmod hypot
     isinf isnan lgamma log log10 log1p log2 nextafter pow round rsqrt sin sinh sqrt tan tanh trunc
 """
-RENAMED = {"fast_expf": "exp", "fast_dividef": "div", "div_rn": "div", "rint": "round", "nearbyint": "round", "llrint": "round"}
+RENAMED = {"fast_expf": "exp", "fast_log2f": "log2", "fast_dividef": "div", "div_rn": "div"} | dict.fromkeys(
+    ("rint", "nearbyint", "llrint"), "round"
+)
 
 
 def fill_in() -> None:

@@ -42,6 +42,8 @@ class Op(Generic[F]):
     A forward kernel takes the definition's arguments in their order and returns the outputs, then the extras. A backward
     says by its parameters' names what it is given, and so what is saved: `grad_<output>`, any argument, output or extra,
     and `needs`, one bool for each entry of `grads`. It returns one gradient for each entry, None where none is needed.
+    A forward that names `needs` is told which gradients will be asked for, and may make them ahead, as extras. A backward
+    that names `last` is told whether nobody will ask again, so that it may write to extras and return them.
     """
 
     fn: F
@@ -122,7 +124,7 @@ class Op(Generic[F]):
             values[0] = values[0].movedim(dim, -1)
             return kernels(values).movedim(-1, dim)
 
-        replays = Replays(lambda *values: perform(list(values)))
+        replays = Replays(lambda *values: perform(list(values)), records="forward" not in self.library)
         kernels.replays.append(replays)
 
         @functools.wraps(self.fn)
@@ -172,9 +174,10 @@ class _Kernels:
         self.asked_at = [self.names.index(name) if name in self.names else None for name in asked]
         self.differentiable = [self.names.index(name) for name in op.grads]
         self.same = [(list(op.grads).index(name), list(op.grads).index(other)) for name, other in op.same.items()]
+        self.ahead = "needs" in inspect.signature(forward).parameters
         self.given = list(inspect.signature(backward).parameters) if backward else []
         self.incoming = [name for name in self.given if name.startswith("grad_") and name[5:] in op.outputs]
-        self.saved = [name for name in self.given if name not in self.incoming and name != "needs"]
+        self.saved = [name for name in self.given if name not in (*self.incoming, "needs", "last")]
         unknown = {*self.saved} - {*self.names, *self.made}
         if backward and (unknown := unknown | {*op.grads.values()} - {*self.given}):
             raise TypeError(f"{op.name}: the backward's parameters must name what the op has: {sorted(unknown)}")
@@ -182,7 +185,8 @@ class _Kernels:
         self.saved_at = [known.index(name) for name in self.saved]
         self.incoming_at = [list(op.outputs).index(name[5:]) for name in self.incoming]
         self.rows, self.back_rows = Rows(op.rows, self.names), Rows(op.rows, self.given)
-        self.replay_forward, self.replay_backward = Replays(self.run_forward), Replays(self.run_backward)
+        self.replay_forward = Replays(self.run_forward, records="forward" not in op.library)
+        self.replay_backward = Replays(self.run_backward, records="backward" not in op.library)
         self.replays = [self.replay_forward, self.replay_backward]
         self._register()
 
@@ -218,6 +222,7 @@ class _Kernels:
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if grad:
             self._refuse_fixed(values)
+        values = self.with_needs(values, grad)
         if _watched() or not all(type(t) in PLAIN for t in tensors):
             if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
                 raise RuntimeError(f"{self.op.name}: torch.func transforms are not supported; use torch.autograd")
@@ -225,6 +230,13 @@ class _Kernels:
         if grad:
             return _Call(self, values)([v for v in values if isinstance(v, Tensor)])
         return self._returned(values, self.run_forward(*values))
+
+    def with_needs(self, values: list[Any], grad: bool) -> list[Any]:
+        """The forward's arguments."""
+        if not self.ahead:
+            return values
+        needs = (isinstance(t, Tensor) and grad and t.requires_grad for t in (values[i] for i in self.differentiable))
+        return [*values, tuple(needs)]
 
     def _refuse_fixed(self, values: list[Any]) -> None:
         for name, value in zip(self.names, values, strict=True):
@@ -269,7 +281,7 @@ class _Kernels:
             return tuple(result)
 
         returns = "Tensor" if len(self.made) == 1 else f"({', '.join(['Tensor'] * len(self.made))})"
-        schemas = {a.name: a.schema for a in self.inputs}
+        schemas = {a.name: a.schema for a in self.inputs} | ({"needs": "bool[] needs"} if self.ahead else {})
         self.registered = define(op.name, [*schemas.values()], returns, _alone(self.replay_forward), _alone(self.fake_forward))
         if self.backward is not None:
             back = f"{op.name}_backward"
@@ -301,16 +313,19 @@ class _Kernels:
         flat, shape = self.rows.flatten(values)
         return tuple(self.rows.restore(name, make(*flat), shape) for name, make in self.made.items())
 
-    def run_backward(self, *values: Any) -> list[Tensor]:
-        return self._backward(values, lambda flat: self._launch(self.backward, flat))
+    def run_backward(self, *values: Any, last: bool = False) -> list[Tensor]:
+        return self._backward(values, lambda flat: self._launch(self.backward, flat), last)
 
     def fake_backward(self, *values: Any) -> list[Tensor]:
         looks = [self.given.index(name) for name in self.op.grads.values()]
         return self._backward(values, lambda flat: [None if flat[i] is None else torch.empty_like(flat[i]) for i in looks])
 
-    def _backward(self, values: Sequence[Any], run: Callable[[Sequence[Any]], Sequence[Tensor | None]]) -> list[Tensor]:
+    def _backward(
+        self, values: Sequence[Any], run: Callable[[Sequence[Any]], Sequence[Tensor | None]], last: bool = False
+    ) -> list[Tensor]:
         known, needs = dict(zip((*self.incoming, *self.saved, "needs"), values, strict=True)), values[-1]
-        if any(isinstance(value, Tensor) and value.numel() == 0 for value in values):
+        known["last"] = last
+        if any(isinstance(t, Tensor) and t.numel() == 0 for name, t in known.items() if name not in self.op.extras):
             return [torch.zeros_like(known[like]) for like, need in zip(self.op.grads.values(), needs, strict=True) if need]
         flat, shape = self.back_rows.flatten([known[name] for name in self.given])
         grads = zip(self.op.grads, run(flat), needs, strict=True)
@@ -318,7 +333,7 @@ class _Kernels:
 
     def _empty_forward(self, values: Sequence[Any]) -> tuple[Tensor, ...]:
         """Only the registered door comes here: a size that is unknown when it is traced may be zero when it runs."""
-        options = dict(zip(self.names, values, strict=True))
+        options = dict(zip(self.names, values))  # noqa: B905 (`needs` comes after)
         public = self.op.fn(**options)
         known = dict(zip(self.op.returned(options), public if isinstance(public, tuple) else (public,), strict=True))
         return tuple(known.get(name, fake) for name, fake in zip(self.made, self.fake_forward(*values), strict=True))
@@ -353,7 +368,7 @@ class _Call:
         self.returned = kernels._returns(values)
         # Places in what is known, (*tensors, *results), of what is saved, and in what the backward takes.
         place = {at: i for i, at in enumerate(self.tensors_at)}
-        place |= {len(values) + i: len(place) + i for i in range(len(kernels.made))}
+        place |= {len(kernels.names) + i: len(place) + i for i in range(len(kernels.made))}
         self.saved = [place[at] for at in kernels.saved_at if at in place]
         self.saved_to = [i for i, at in enumerate(kernels.saved_at) if at in place]
         self.others = [None if at in place else values[at] for at in kernels.saved_at]
@@ -411,11 +426,16 @@ class _Call:
             kept[at] = t
         if registered:
             return self.kernels.registered_backward(*incoming, *kept, make)
+        if "last" in self.kernels.given:
+            return self.kernels.run_backward(*incoming, *kept, make, last=not _keeps_graph())
         replay = self.kernels.replay_backward
         result = replay(*incoming, *kept, make)
         if key is not None and (call := replay.find(layout((*incoming, *kept, make))[0])) is not None:
             self.backwards[make, key] = call
         return result
+
+
+_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
 
 
 def _watched() -> bool:

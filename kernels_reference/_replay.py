@@ -202,8 +202,8 @@ def recording() -> bool:
 class Replays:
     """A function whose calls are replayed where nobody differentiates them."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., Any], *, records: bool = True) -> None:
+        self.function, self.records = function, records
         self.calls: dict[Key, Any] = {}
         """What takes the tensors of a call, and repeats it; None for what cannot be replayed."""
         self.seen: set[Key] = set()
@@ -221,7 +221,7 @@ class Replays:
         """A call that is not replayed, or not yet: the first one compiles, the second is recorded."""
         device = tensors[0].get_device() if tensors else -1
         differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if key in self.seen and key not in self.calls and is_here(device) and not differentiated:
+        if self.records and key in self.seen and key not in self.calls and is_here(device) and not differentiated:
             with Recorder() as recorder:
                 result = self.function(*values)
             self.calls[key] = recorder.replay(tensors, result)

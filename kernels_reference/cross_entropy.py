@@ -75,22 +75,26 @@ def reduced(losses: Tensor, weights: Tensor, reduction: str) -> Tensor:
 def check(logits, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap, dtype, return_lse) -> None:
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"cross_entropy: logits must have one class or more, got shape {tuple(logits.shape)}")
-    lead, V = logits.shape[:-1], logits.shape[-1]
+    options = weight, ignore_index, label_smoothing, z_loss, softcap, dtype
+    check_losses("cross_entropy", logits.shape[:-1], logits.shape[-1], target, *options)
+
+
+def check_losses(name, lead, V, target, weight, ignore_index, label_smoothing, z_loss, softcap, dtype) -> None:
     if target.shape != lead:
-        raise ValueError(f"cross_entropy: target must have the shape {tuple(lead)} of the rows, got {tuple(target.shape)}")
+        raise ValueError(f"{name}: target must have the shape {tuple(lead)} of the rows, got {tuple(target.shape)}")
     if weight is not None and weight.shape != (V,):
-        raise ValueError(f"cross_entropy: weight must have shape ({V},), got {tuple(weight.shape)}")
+        raise ValueError(f"{name}: weight must have shape ({V},), got {tuple(weight.shape)}")
     if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"cross_entropy: label_smoothing must be from 0 to 1, got {label_smoothing}")
+        raise ValueError(f"{name}: label_smoothing must be from 0 to 1, got {label_smoothing}")
     if not z_loss >= 0:
-        raise ValueError(f"cross_entropy: z_loss must be 0 or more, got {z_loss}")
+        raise ValueError(f"{name}: z_loss must be 0 or more, got {z_loss}")
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"cross_entropy: softcap must be more than 0 or None, got {softcap}")
+        raise ValueError(f"{name}: softcap must be more than 0 or None, got {softcap}")
     if dtype is not None and dtype not in FLOATS:
-        raise ValueError(f"cross_entropy: dtype must be float32, float16, bfloat16 or None, got {dtype}")
+        raise ValueError(f"{name}: dtype must be float32, float16, bfloat16 or None, got {dtype}")
     if has_values(target):
         for wrong in target[((target < 0) | (target >= V)) & (target != ignore_index)]:
-            raise ValueError(f"cross_entropy: target must be from 0 to {V - 1} or ignore_index, got {int(wrong)}")
+            raise ValueError(f"{name}: target must be from 0 to {V - 1} or ignore_index, got {int(wrong)}")
 
 
 def eager(

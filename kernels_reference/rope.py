@@ -55,20 +55,24 @@ def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool =
 
 
 def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    check_heads("rope", q, k, cos, sin)
+
+
+def check_heads(name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     if q.ndim != 4:
-        raise ValueError(f"rope: q must have shape (B, H, T, D), got {tuple(q.shape)}")
+        raise ValueError(f"{name}: q must have shape (B, H, T, D), got {tuple(q.shape)}")
     B, _, T, D = q.shape
     if k.ndim != 4 or k.shape[0] != B or k.shape[2] != T or k.shape[3] != D:
-        raise ValueError(f"rope: k must have shape ({B}, K, {T}, {D}) for q of shape {tuple(q.shape)}, got {tuple(k.shape)}")
+        raise ValueError(f"{name}: k must have shape ({B}, K, {T}, {D}) for q of shape {tuple(q.shape)}, got {tuple(k.shape)}")
     if k.dtype != q.dtype:
-        raise TypeError(f"rope: k must have the dtype of q, {q.dtype}, got {k.dtype}")
+        raise TypeError(f"{name}: k must have the dtype of q, {q.dtype}, got {k.dtype}")
     if cos.ndim not in (2, 3) or cos.shape[-2] != T or (cos.ndim == 3 and cos.shape[0] not in (1, B)):
         takes = f"({T}, R), (1, {T}, R) or ({B}, {T}, R) for q of shape {tuple(q.shape)}"
-        raise ValueError(f"rope: cos must have shape {takes}, got {tuple(cos.shape)}")
+        raise ValueError(f"{name}: cos must have shape {takes}, got {tuple(cos.shape)}")
     if cos.shape[-1] % 2 or not 2 <= cos.shape[-1] <= D:
-        raise ValueError(f"rope: cos must have an even last dimension from 2 to {D}, got {cos.shape[-1]}")
+        raise ValueError(f"{name}: cos must have an even last dimension from 2 to {D}, got {cos.shape[-1]}")
     if sin.shape != cos.shape:
-        raise ValueError(f"rope: sin must have the shape of cos, {tuple(cos.shape)}, got {tuple(sin.shape)}")
+        raise ValueError(f"{name}: sin must have the shape of cos, {tuple(cos.shape)}, got {tuple(sin.shape)}")
 
 
 def drawn(

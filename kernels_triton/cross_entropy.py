@@ -113,13 +113,14 @@ def cross_entropy_bwd_kernel(
     weight_ptr, weight_stride, weight_sum_ptr,  # (V,) and one element, or None
     lse_ptr, total_ptr,  # (M,), (2,)
     grad_logits_ptr, grad_logits_stride_m, grad_logits_stride_v,  # (M, V)
-    M, V, ignore_index, label_smoothing, z_loss, softcap,  # the last three None where there is none
+    M, V, first, classes,  # columns, the class of the first, all classes
+    ignore_index, label_smoothing, z_loss, softcap,  # the last three None where there is none
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(V, BLOCK_V)
     rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (tl.program_id(0) % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-    target, counts, weight = look_up(rows, M, V, target_ptr, target_stride, weight_ptr, weight_stride, ignore_index)
+    target, counts, weight = look_up(rows, M, classes, target_ptr, target_stride, weight_ptr, weight_stride, ignore_index)
     read = counts if grad_lse_ptr is None else rows < M
     logits_ptr += rows[:, None] * logits_stride_m + cols.to(tl.int64) * logits_stride_v
     z = read_logits(logits_ptr, read[:, None] & (cols < V), softcap)
@@ -130,19 +131,19 @@ def cross_entropy_bwd_kernel(
     on_target = each * weight
     on_softmax = on_target
     if label_smoothing is not None:
-        each *= label_smoothing / V
+        each *= label_smoothing / classes
         on_target *= 1 - label_smoothing
-        on_softmax = on_target + each * (V if weight_ptr is None else tl.load(weight_sum_ptr))
+        on_softmax = on_target + each * (classes if weight_ptr is None else tl.load(weight_sum_ptr))
     if z_loss is not None:
         on_softmax += tl.where(counts, 2 * z_loss * lse * grad_out / tl.load(total_ptr + 1), 0.0)
     if grad_lse_ptr is not None:
         on_softmax += tl.load(grad_lse_ptr + rows * grad_lse_stride, read, other=0.0).to(tl.float32)
     grad = tl.exp(z - lse[:, None]) * on_softmax[:, None]
-    grad -= tl.where(cols == target.to(tl.int32)[:, None], on_target[:, None], 0.0)
+    grad -= tl.where(first + cols == target.to(tl.int32)[:, None], on_target[:, None], 0.0)
     if label_smoothing is not None:
         smooth = each[:, None]
         if weight_ptr is not None:
-            smooth *= tl.load(weight_ptr + cols.to(tl.int64) * weight_stride, cols < V, other=0.0).to(tl.float32)
+            smooth *= tl.load(weight_ptr + (first + cols).to(tl.int64) * weight_stride, cols < V, other=0.0).to(tl.float32)
         grad -= smooth
     if softcap is not None:
         grad *= 1 - (z / softcap) * (z / softcap)
@@ -201,20 +202,31 @@ def cross_entropy_fwd(
     return out, lse, total
 
 
-def cross_entropy_bwd(
+def write_grad(
     grad_out: Tensor, grad_lse: Tensor | None, logits: Tensor, target: Tensor, weight: Tensor | None, lse: Tensor,
-    total: Tensor, ignore_index: int, reduction: str, label_smoothing: float, z_loss: float, softcap: float | None,
-) -> tuple[Tensor]:  # fmt: skip
-    (M, V), grad_logits = logits.shape, torch.empty_like(logits)
+    total: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, first: int, classes: int,
+    grad_logits: Tensor,
+) -> None:  # fmt: skip
+    """The gradient of logits, which are those of classes from `first` on; it may take their place."""
+    M, V = logits.shape
     config = cross_entropy_bwd_config(logits.get_device(), M, V, logits.itemsize)
     block_m, block_v = config["BLOCK_M"], config["BLOCK_V"]
     launch(
         cross_entropy_bwd_kernel, (triton.cdiv(M, block_m) * triton.cdiv(V, block_v),),
         grad_out, grad_out.stride(0) if grad_out.ndim else 0, grad_lse, 0 if grad_lse is None else grad_lse.stride(0),
         logits, *logits.stride(), target, target.stride(0), *weights(weight, label_smoothing), lse, total, grad_logits,
-        *grad_logits.stride(), M, V, ignore_index, label_smoothing or None, z_loss or None, softcap, block_m, block_v,
-        num_warps=config["num_warps"],
+        *grad_logits.stride(), M, V, first, classes, ignore_index, label_smoothing or None, z_loss or None, softcap, block_m,
+        block_v, num_warps=config["num_warps"],
     )  # fmt: skip
+
+
+def cross_entropy_bwd(
+    grad_out: Tensor, grad_lse: Tensor | None, logits: Tensor, target: Tensor, weight: Tensor | None, lse: Tensor,
+    total: Tensor, ignore_index: int, reduction: str, label_smoothing: float, z_loss: float, softcap: float | None,
+) -> tuple[Tensor]:  # fmt: skip
+    grad_logits = torch.empty_like(logits)
+    options = ignore_index, label_smoothing, z_loss, softcap
+    write_grad(grad_out, grad_lse, logits, target, weight, lse, total, *options, 0, logits.shape[1], grad_logits)
     return (grad_logits,)
 
 

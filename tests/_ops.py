@@ -38,11 +38,11 @@ def sample(op: Op[Any], i: int, dtype: torch.dtype, seed: int = 0) -> dict[str, 
 
 def registered(op: Op[Any], backend: str, arguments: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     """The registered operator, and its arguments for a call of the public function with these."""
-    function(op, backend)
+    kernels = function(op, backend).kernels  # type: ignore[attr-defined]
     values = dict(zip(op.arguments.names, op.arguments.bind((), arguments), strict=True))
     if op.rows:
         values.pop("dim", None)
-    return getattr(getattr(torch.ops, backend), op.name).default, tuple(values.values())
+    return getattr(getattr(torch.ops, backend), op.name).default, tuple(kernels.with_needs([*values.values()], True))
 
 
 def check(op: Op[Any], backend: str, arguments: Mapping[str, Any], seed: int = 1) -> None:

@@ -54,7 +54,7 @@ def test_packages_export_the_same() -> None:
         assert len(signatures) == 1, name
 
 
-@pytest.mark.parametrize(("folder", "most"), [("kernels_reference", 180), ("kernels_helion", 180), ("kernels_triton", 225)])
+@pytest.mark.parametrize(("folder", "most"), [("kernels_reference", 180), ("kernels_helion", 190), ("kernels_triton", 235)])
 def test_files_keep_their_budget(folder: str, most: int) -> None:
     long = {p.name: n for p in (ROOT / folder).glob("[a-z]*.py") if (n := len(p.read_text().splitlines())) > most}
     assert not long

@@ -70,10 +70,10 @@ def test_warmed_calls_are_replayed(op: Op[Any], backend: str) -> None:
     for _ in range(3):
         _ops.check(op, backend, _ops.sample(op, 1, torch.float32))
     for direction, replays in (("forward", kernels.replay_forward), ("backward", kernels.replay_backward)):
-        assert replays.calls
+        assert replays.calls or direction in op.library
         assert [call is not None for call in replays.calls.values()] == [direction not in op.library] * len(replays.calls)
     recorded = [call for replays in kernels.replays for call in replays.calls.values() if hasattr(call, "backwards")]
-    assert [len(call.backwards) for call in recorded] == [int("backward" not in op.library)]
+    assert [len(call.backwards) for call in recorded] == [int("backward" not in op.library)] * ("forward" not in op.library)
 
 
 def test_needs_differ(op: Op[Any], backend: str) -> None:
