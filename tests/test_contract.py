@@ -182,7 +182,9 @@ def test_opcheck(op: Op[Any], backend: str) -> None:
         warnings.simplefilter("ignore")  # opcheck reads `.grad` of what is no leaf.
         for i in range(_ops.sample_count(op.name)):
             arguments = _ops.sample(op, i, torch.float32)
-            if sum(t.numel() for t in tensors(arguments).values()) < 4096 or i == 1:
+            # Under the interpreter Helion's are looked at on one sample: their shapes are the other package's.
+            small = sum(t.numel() for t in tensors(arguments).values()) < 4096
+            if i == 1 or (small and (torch.cuda.is_available() or backend != "kernels_helion")):
                 registered, values = _ops.registered(op, backend, _ops.leaves(op, arguments))
                 torch.library.opcheck(registered, values, test_utils=CHECKS if i == 1 else ("test_faketensor",))
         strided = {n: t.mT.contiguous().mT if t.ndim > 1 else t for n, t in tensors(first(op)).items()}
