@@ -12,20 +12,12 @@ from torch import Tensor
 
 from kernels_reference._config import gpu
 
-from ._kernel import Kernel, kernel, next_power_of_2
-from ._online import finite, scaled
+from ._kernel import Kernel, kernel
+from ._online import finite, scaled, tile
 
 Maybe = Tensor | None
 Number = float | None
 Flag = bool | None
-
-
-def tile(x: Tensor, most: int) -> dict[str, Any]:
-    """Rows and columns of a tile; short rows share one where there are enough to fill a GPU."""
-    M, V = x.shape
-    width = min(max(next_power_of_2(V), 16), most)
-    rows = max(1, min(4096 // width, next_power_of_2(M) // 512, 64))
-    return {"block_sizes": [rows, width], "num_warps": max(width // 1024, 4)}
 
 
 def fwd_config(x: Tensor, *rest: Any) -> dict[str, Any]:

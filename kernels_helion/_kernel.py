@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels_reference import _replay
 from kernels_reference._config import Config, Gpu, Store, Tunable, gpu
+from kernels_reference._config import next_power_of_2 as next_power_of_2
 from kernels_reference._op import INTERPRET
 from kernels_reference._replay import layout
 
@@ -164,10 +165,6 @@ def _fit(config: Config, spec: Any) -> dict[str, Any]:
     fitted = {k: v[: len(getattr(spec, k))] if isinstance(v, list) else v for k, v in config.items()}
     fitted["block_sizes"] = [1 if s.size_hint == 1 else b for b, s in zip(config["block_sizes"], spec.block_sizes, strict=True)]
     return fitted
-
-
-def next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def column_major(*tensors: Any) -> bool:

@@ -6,6 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._kernel import next_power_of_2
+
+
+def tile(x: Tensor, most: int) -> dict[str, Any]:
+    """Rows and columns of a tile; short rows share one where there are enough to fill a GPU."""
+    M, V = x.shape
+    width = min(max(next_power_of_2(V), 16), most)
+    rows = max(1, min(4096 // width, next_power_of_2(M) // 512, 64))
+    return {"block_sizes": [rows, width], "num_warps": max(width // 1024, 4)}
+
 
 def scaled(x: Any) -> Any:
     return x * log2(2.718281828459045)

@@ -8,19 +8,11 @@ from torch import Tensor
 
 from kernels_reference.cross_entropy import capped, op
 
-from ._kernel import kernel, next_power_of_2
-from ._online import finite, online_step, scaled
+from ._kernel import kernel
+from ._online import finite, online_step, scaled, tile
 
 Maybe = Tensor | None
 Number = float | None
-
-
-def tile(logits: Tensor, most: int) -> dict[str, Any]:
-    """Rows and columns of a tile; short rows share one where there are enough to fill a GPU."""
-    M, V = logits.shape
-    width = min(max(next_power_of_2(V), 16), most)
-    rows = max(1, min(4096 // width, next_power_of_2(M) // 512, 64))
-    return {"block_sizes": [rows, width], "num_warps": max(width // 1024, 4)}
 
 
 def look_up(rows: Any, target: Tensor, weight: Maybe, ignore_index: int, V: int) -> Any:

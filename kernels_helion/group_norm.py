@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels_reference._config import gpu
-from kernels_reference._group_norm import Opt, backward, forward, is_whole, split
+from kernels_reference._group_norm import Opt, host, is_whole, split
 from kernels_reference.group_norm import op
 
 from ._group_norm import group_norm_columns_kernel, group_norm_combine_kernel, group_norm_kernel
@@ -45,14 +45,4 @@ def normalise(
         group_norm_columns_kernel(ones.view(-1, C), twos.view(-1, C), *grads)
 
 
-def group_norm_fwd(x: Tensor, num_groups: int, weight: Opt, bias: Opt, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    return forward(normalise, x, num_groups, weight, bias, eps)
-
-
-def group_norm_bwd(
-    grad_out: Tensor, x: Tensor, num_groups: int, weight: Opt, bias: Opt, mean: Tensor, rstd: Tensor, needs: list[bool]
-) -> tuple[Opt, Opt, Opt]:
-    return backward(normalise, grad_out, x, num_groups, weight, bias, mean, rstd, needs)
-
-
-group_norm = op.implement(group_norm_fwd, group_norm_bwd)
+group_norm = op.implement(*host(normalise), module=__name__)

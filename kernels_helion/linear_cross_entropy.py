@@ -11,7 +11,7 @@ from kernels_reference._linear_cross_entropy import Backend, host
 from kernels_reference.linear_cross_entropy import op
 
 from ._kernel import kernel
-from .cross_entropy import Maybe, cross_entropy_fwd, write_grad
+from .cross_entropy import cross_entropy_fwd, write_grad
 
 
 @kernel(lambda *_: {"block_sizes": [4096], "num_warps": 8}, lambda x, *_: {"N": x.size(0), "itemsize": x.itemsize})
@@ -31,8 +31,4 @@ def scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
     scale_kernel(flat, factor.view(1), flat_out, run, 1.0 if out is x else math.nan)
 
 
-def turn(grad_out: Tensor, grad_lse: Maybe, logits: Tensor, *rest: object) -> None:
-    write_grad(grad_out, grad_lse, logits, *rest, logits)  # type: ignore[arg-type]
-
-
-linear_cross_entropy = op.implement(*host(Backend(cross_entropy_fwd, turn, scale), __name__))
+linear_cross_entropy = op.implement(*host(Backend(cross_entropy_fwd, write_grad, scale)), module=__name__)

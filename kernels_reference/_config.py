@@ -99,6 +99,10 @@ def _plain(value: Any) -> bool:
     return value is None or isinstance(value, (int, str)) or (isinstance(value, list) and all(map(_plain, value)))
 
 
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
 class Tunable(ABC):
     """What a tuner sees of a kernel. `asked` are the arguments by which its latest new call, while it is watched, chose a
     configuration."""

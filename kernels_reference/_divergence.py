@@ -1,8 +1,9 @@
-"""What the divergences of two distributions share: reductions over rows that count, what is refused, inputs, costs."""
+"""What the divergences of two distributions share: reductions over rows that count, what is refused, inputs, costs, hosts."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from ._op import Cost
 from ._rows import Rows
 
 Maybe = Tensor | None
+T = TypeVar("T")
 ROWS = {"input": 1, "target": 1, "labels": 0, "out": 1}
 EXTRAS: dict[str, Callable[..., Tensor]] = {
     # Of each row and both tensors: the largest logit, the logarithm of the sum of exponentials over it, and the sum of the
@@ -114,3 +116,59 @@ def empty_out(input: Tensor, reduction: str, dtype: torch.dtype | None) -> Tenso
         lambda x: [x.new_empty(x.shape if reduction == "none" else (), dtype=dtype or x.dtype)],
     )
     return out
+
+
+def ordered(x: T, y: T, beta: float) -> tuple[T, T, float | None]:
+    """What is of the student and of the teacher, changed over for `beta = 1`, and the rest of beta: None for KL of these."""
+    return (y, x, None) if beta == 1 else (x, y, beta or None)
+
+
+Host = tuple[Callable[..., Any], Callable[..., Any]]
+"""A forward and a backward, of a package's `forward` and `backward` over rows."""
+
+
+def kl_div_host(forward: Callable[..., Any], backward: Callable[..., Any]) -> Host:
+    def kl_div_fwd(
+        input: Tensor, target: Tensor, labels: Maybe, reduction: str, log_target: bool, temperature: float | None,
+        ignore_index: int, dtype: torch.dtype | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        run = partial(
+            forward, ignore_index=ignore_index, temperature=temperature, beta=None,
+            probabilities=temperature is None and not log_target, reduction=reduction,
+            divide=divisor(input, labels, reduction, input.size(0)), dtype=dtype or input.dtype,
+        )  # fmt: skip
+        return in_rows(("input", "target", "labels"), (input, target, labels), ("out",), run)
+
+    def kl_div_bwd(
+        grad_out: Tensor, input: Tensor, target: Tensor, labels: Maybe, logs: Tensor, sums: Tensor, total: Tensor,
+        log_target: bool, temperature: float | None, ignore_index: int, needs: tuple[bool, bool],
+    ) -> tuple[Maybe, Maybe]:  # fmt: skip
+        run = partial(
+            backward, logs=logs, sums=sums, total=total, ignore_index=ignore_index, temperature=temperature, beta=None,
+            probabilities=temperature is None and not log_target, needs=needs,
+        )  # fmt: skip
+        return in_rows(("grad_out", "input", "target", "labels"), (grad_out, input, target, labels), ("input", "target"), run)
+
+    return kl_div_fwd, kl_div_bwd
+
+
+def jsd_host(forward: Callable[..., Any], backward: Callable[..., Any]) -> Host:
+    def jsd_fwd(
+        input: Tensor, target: Tensor, labels: Maybe, beta: float, reduction: str, temperature: float | None,
+        ignore_index: int, dtype: torch.dtype | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        x, y, share = ordered(input, target, beta)
+        divide = divisor(input, labels, reduction, input.size(0))
+        return forward(x, y, labels, ignore_index, temperature, share, False, reduction, divide, dtype or input.dtype)
+
+    def jsd_bwd(
+        grad_out: Tensor, input: Tensor, target: Tensor, labels: Maybe, logs: Tensor, sums: Tensor, total: Tensor,
+        beta: float, temperature: float | None, ignore_index: int, needs: tuple[bool, bool],
+    ) -> tuple[Maybe, Maybe]:  # fmt: skip
+        x, y, share = ordered(input, target, beta)
+        first, second, _ = ordered(*needs, beta)
+        options = ignore_index, temperature, share, False, (first, second)
+        grad_x, grad_y = backward(grad_out, x, y, labels, logs, sums, total, *options)
+        return ordered(grad_x, grad_y, beta)[:2]
+
+    return jsd_fwd, jsd_bwd

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._config import next_power_of_2
+
 Opt = Tensor | None
 WHOLE = 1 << 17
 """Up to as many bytes, a group is read a second time from the caches next to the processor."""
@@ -35,10 +37,6 @@ def split(x: Tensor, *, tile: int, programs: int) -> tuple[int, int, int]:
     return channels, length, -(-P // length)
 
 
-def next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
 def flat(t: Tensor) -> Tensor:
     """(N, C, P): a view where one stride leads from each position to the next, as it does in channels_last, too."""
     return t.reshape(*t.shape[:2], t.shape[2:].numel())
@@ -65,22 +63,23 @@ Normalise = Callable[[Tensor, Opt, int, Opt, Opt, Tensor, Tensor, float | None, 
 `out` or grad_x and the gradients of weight and bias, those that are there; forward mean and rstd, too."""
 
 
-def forward(
-    normalise: Normalise, x: Tensor, num_groups: int, weight: Opt, bias: Opt, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    out, mean = torch.empty_like(x), x.new_empty(x.shape[0], num_groups, dtype=torch.float32)
-    room, rstd = room_for(out), torch.empty_like(mean)
-    normalise(flat(x), None, num_groups, weight, bias, mean, rstd, float(eps), room, (None, None))
-    return filled(out, room), mean, rstd
+def host(normalise: Normalise) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The forward and the backward of a package."""
 
+    def group_norm_fwd(x: Tensor, num_groups: int, weight: Opt, bias: Opt, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        out, mean = torch.empty_like(x), x.new_empty(x.shape[0], num_groups, dtype=torch.float32)
+        room, rstd = room_for(out), torch.empty_like(mean)
+        normalise(flat(x), None, num_groups, weight, bias, mean, rstd, float(eps), room, (None, None))
+        return filled(out, room), mean, rstd
 
-def backward(
-    normalise: Normalise, grad_out: Tensor, x: Tensor, num_groups: int, weight: Opt, bias: Opt, mean: Tensor, rstd: Tensor,
-    needs: Any,
-) -> tuple[Opt, Opt, Opt]:  # fmt: skip
-    grad_x, grad_weight, grad_bias = (
-        torch.empty_like(t) if t is not None and need else None for t, need in zip((x, weight, bias), needs, strict=True)
-    )
-    room, grads = None if grad_x is None else room_for(grad_x), (grad_weight, grad_bias)
-    normalise(flat(x), flat(grad_out), num_groups, weight, None, mean, rstd, None, room, grads)
-    return grad_x if grad_x is None or room is None else filled(grad_x, room), *grads
+    def group_norm_bwd(
+        grad_out: Tensor, x: Tensor, num_groups: int, weight: Opt, bias: Opt, mean: Tensor, rstd: Tensor, needs: list[bool]
+    ) -> tuple[Opt, Opt, Opt]:
+        grad_x, grad_weight, grad_bias = (
+            torch.empty_like(t) if t is not None and need else None for t, need in zip((x, weight, bias), needs, strict=True)
+        )
+        room, grads = None if grad_x is None else room_for(grad_x), (grad_weight, grad_bias)
+        normalise(flat(x), flat(grad_out), num_groups, weight, None, mean, rstd, None, room, grads)
+        return grad_x if grad_x is None or room is None else filled(grad_x, room), *grads
+
+    return group_norm_fwd, group_norm_bwd

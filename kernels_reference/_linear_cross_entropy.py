@@ -17,7 +17,7 @@ class Backend(NamedTuple):
     losses: Callable[..., tuple[Tensor, Tensor, Tensor]]
     """The forward of cross_entropy."""
     turn: Callable[..., None]
-    """Writes the gradient of some columns of logits in their place."""
+    """Writes the gradient of some columns of logits, here in their place: `write_grad` of cross_entropy."""
     scale: Callable[[Tensor, Tensor, Tensor], None]
     """Writes the product of a tensor and a number, which may lie in the tensor's place: then nothing is done for 1."""
 
@@ -124,7 +124,7 @@ class Head:
             loss, lse, _ = self.backend.losses(logits, part(target, rows), *some, options.return_lse)
             found.append((loss, lse))
             if made_input is not None or on_bias is not None:
-                self.backend.turn(grad_out, None, logits, *options.given(part(target, rows), lse, total), 0, V)
+                self.backend.turn(grad_out, None, logits, *options.given(part(target, rows), lse, total), 0, V, logits)
             if made_input is not None:
                 multiply(logits, self.weight, part(made_input, rows))
             if on_bias is not None:
@@ -166,7 +166,7 @@ class Head:
         on_input, grad_weight, grad_bias = grads
         for classes, logits in zip(self.blocks, kept, strict=True):
             logits = self.logits(classes, scratch) if logits is None else logits
-            self.backend.turn(grad_out, grad_lse, logits, *given, classes.start, self.weight.shape[0])
+            self.backend.turn(grad_out, grad_lse, logits, *given, classes.start, self.weight.shape[0], logits)
             if on_input is not None:
                 add_product(on_input, logits, part(self.weight, classes))
             if grad_bias is not None:
@@ -179,8 +179,8 @@ class Head:
         return self.input.new_empty(self.input.shape[0] * self.blocks[0].stop)
 
 
-def host(backend: Backend, module: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The forward and the backward of a package, of which this is the module."""
+def host(backend: Backend) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The forward and the backward of a package."""
 
     def linear_cross_entropy_fwd(
         input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Maybe, weight: Maybe, ignore_index: int,
@@ -239,5 +239,4 @@ def host(backend: Backend, module: str) -> tuple[Callable[..., Any], Callable[..
         head.backward(kept, head.scratch(), grads, grad_out, grad_lse, given)
         return None if on_input is None else torch.empty_like(input).copy_(on_input), grad_weight, grad_bias
 
-    linear_cross_entropy_fwd.__module__ = linear_cross_entropy_bwd.__module__ = module
     return linear_cross_entropy_fwd, linear_cross_entropy_bwd

@@ -91,9 +91,12 @@ class Op(Generic[F]):
         """The names of the outputs that a call with these arguments returns."""
         return [name for name in self.outputs if options.get(f"return_{name}", True)]
 
-    def implement(self, forward: Callable[..., Any], backward: Callable[..., Any] | None = None) -> F:
-        """The public function that runs these kernels."""
-        arguments, kernels = self.arguments, _Kernels(self, forward, backward)
+    def implement(
+        self, forward: Callable[..., Any], backward: Callable[..., Any] | None = None, *, module: str | None = None
+    ) -> F:
+        """The public function that runs these kernels, of a module, by default the forward's."""
+        module = module or forward.__module__
+        arguments, kernels = self.arguments, _Kernels(self, forward, backward, module)
         dim_at = arguments.position.get("dim", -1) if self.rows else -1
 
         def refuse(values: list[Any]) -> None:
@@ -153,7 +156,7 @@ class Op(Generic[F]):
                     replays.calls[key] = recorded
             return result
 
-        public.__module__ = forward.__module__
+        public.__module__ = module
         public.kernels = kernels  # type: ignore[attr-defined]
         return cast(F, public)
 
@@ -165,8 +168,8 @@ class Op(Generic[F]):
 class _Kernels:
     """One backend's kernels of one op: the two doors, and the room behind them."""
 
-    def __init__(self, op: Op[Any], forward: Callable[..., Any], backward: Callable[..., Any] | None) -> None:
-        self.op, self.forward, self.backward = op, forward, backward
+    def __init__(self, op: Op[Any], forward: Callable[..., Any], backward: Callable[..., Any] | None, module: str) -> None:
+        self.op, self.forward, self.backward, self.module = op, forward, backward, module
         self.inputs = [a for a in op.arguments.all if not (op.rows and a.name == "dim")]
         self.names = [a.name for a in self.inputs]
         self.made = {**op.outputs, **op.extras}
@@ -255,7 +258,7 @@ class _Kernels:
         return kept[0] if len(kept) == 1 else tuple(kept)
 
     def _register(self) -> None:
-        op, space = self.op, self.forward.__module__.partition(".")[0]
+        op, space = self.op, self.module.partition(".")[0]
         self.library = library = torch.library.Library(space, "FRAGMENT")
 
         def define(name: str, arguments: list[str], returns: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +10,6 @@ from torch import Tensor
 
 from ._divergence import EXTRAS, ROWS, check_pair, cost, empty_out, pair, reduced, softened, weighted
 from ._op import Draw, Op
-
-T = TypeVar("T")
 
 
 def jsd(
@@ -60,11 +58,6 @@ def jsd(
         log_m = torch.logaddexp(*(t.masked_fill(none, 0) for t in shares))
         terms = beta * weighted(p, log_p - log_m) + (1 - beta) * weighted(q, log_q - log_m)
     return reduced(terms, labels, ignore_index, reduction, terms.shape[:-1].numel(), dtype, input.dtype)
-
-
-def ordered(x: T, y: T, beta: float) -> tuple[T, T, float | None]:
-    """What is of the student and of the teacher, changed over for `beta = 1`, and the rest of beta: None for KL of these."""
-    return (y, x, None) if beta == 1 else (x, y, beta or None)
 
 
 def check(input, target, labels, beta, reduction, temperature, ignore_index, dtype) -> None:

@@ -12,8 +12,8 @@ from triton.language.extra import libdevice
 
 from kernels_reference._config import Choice, Gpu, gpu
 
-from ._launch import launch, next_power_of_2
-from ._online import LOG2E, finite
+from ._launch import launch
+from ._online import LOG2E, blocks, finite
 
 Maybe = Tensor | None
 LEAST = tl.constexpr(2.0**-126)
@@ -267,13 +267,6 @@ SPACE: dict[str, tuple[int, ...]] = {
     "BLOCK_V": (1024, 2048, 4096, 8192, 16384),
     "num_warps": (2, 4, 8, 16, 32),
 }
-
-
-def blocks(M: int, V: int, most: int) -> dict[str, int]:
-    """Short rows share a tile where there are enough to fill a GPU."""
-    width = min(max(next_power_of_2(V), 4), most)
-    rows = max(1, min(4096 // width, next_power_of_2(M) // 512, 64))
-    return {"BLOCK_M": rows, "BLOCK_V": width, "num_warps": max(width // 1024, 4)}
 
 
 def fwd_config(where: Gpu, M: int, V: int, itemsize: int) -> dict[str, int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from kernels_reference import _replay
 from kernels_reference._config import Choice, Config, Store
+from kernels_reference._config import next_power_of_2 as next_power_of_2
 from kernels_reference._op import INTERPRET
 
 # Triton 3.9 warns, at a first compilation, that 3.10 will no longer contract products and sums unless it is told to.
@@ -31,10 +32,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int =
 
 def _run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
     return kernel[grid](*arguments, **options)
-
-
-def next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def tile_width(N: int, tile: int, column_major: bool) -> int:

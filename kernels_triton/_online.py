@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from ._launch import next_power_of_2
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -20,3 +22,10 @@ def online_step(highest, total, z, axis):
     shift = finite(highest)
     added = tl.exp2(tl.fma(z, LOG2E, -tl.expand_dims(shift, axis)))
     return highest, total * tl.exp2(before - shift) + tl.sum(added, axis)
+
+
+def blocks(M: int, V: int, most: int) -> dict[str, int]:
+    """Short rows share a tile where there are enough to fill a GPU."""
+    width = min(max(next_power_of_2(V), 4), most)
+    rows = max(1, min(4096 // width, next_power_of_2(M) // 512, 64))
+    return {"BLOCK_M": rows, "BLOCK_V": width, "num_warps": max(width // 1024, 4)}

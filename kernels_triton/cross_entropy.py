@@ -9,8 +9,8 @@ from triton.language.extra import libdevice
 from kernels_reference._config import Gpu
 from kernels_reference.cross_entropy import op
 
-from ._launch import configured, launch, next_power_of_2
-from ._online import LOG2E, finite, online_step
+from ._launch import configured, launch
+from ._online import LOG2E, blocks, finite, online_step
 
 
 @triton.jit
@@ -156,13 +156,6 @@ SPACE: dict[str, tuple[int, ...]] = {
     "BLOCK_V": (1024, 2048, 4096, 8192, 16384, 32768),
     "num_warps": (2, 4, 8, 16, 32),
 }
-
-
-def blocks(M: int, V: int, most: int) -> dict[str, int]:
-    """Short rows share a tile where there are enough to fill a GPU."""
-    width = min(max(next_power_of_2(V), 4), most)
-    rows = max(1, min(4096 // width, next_power_of_2(M) // 512, 64))
-    return {"BLOCK_M": rows, "BLOCK_V": width, "num_warps": max(width // 1024, 4)}
 
 
 @configured(**SPACE)

@@ -5,7 +5,7 @@ import triton
 from torch import Tensor
 
 from kernels_reference._config import gpu
-from kernels_reference._group_norm import Opt, backward, forward, is_whole, side_by_side, split
+from kernels_reference._group_norm import Opt, host, is_whole, side_by_side, split
 from kernels_reference.group_norm import op
 
 from ._group_norm import group_norm_combine_kernel, group_norm_kernel, group_norm_split_config, group_norm_whole_config
@@ -53,14 +53,4 @@ def normalise(
         walk("apply", none if grad is None else means, none, out)
 
 
-def group_norm_fwd(x: Tensor, num_groups: int, weight: Opt, bias: Opt, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    return forward(normalise, x, num_groups, weight, bias, eps)
-
-
-def group_norm_bwd(
-    grad_out: Tensor, x: Tensor, num_groups: int, weight: Opt, bias: Opt, mean: Tensor, rstd: Tensor, needs: list[bool]
-) -> tuple[Opt, Opt, Opt]:
-    return backward(normalise, grad_out, x, num_groups, weight, bias, mean, rstd, needs)
-
-
-group_norm = op.implement(group_norm_fwd, group_norm_bwd)
+group_norm = op.implement(*host(normalise), module=__name__)

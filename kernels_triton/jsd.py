@@ -1,11 +1,10 @@
 """Generalised Jensen-Shannon divergence, by the kernels that it shares with Kullback and Leibler's."""
 
-import torch
-from torch import Tensor
+from functools import partial
 
 from kernels_reference._config import Gpu
-from kernels_reference._divergence import Maybe, divisor
-from kernels_reference.jsd import op, ordered
+from kernels_reference._divergence import jsd_host
+from kernels_reference.jsd import op
 
 from ._divergence import SPACE, backward, bwd_config, forward, fwd_config
 from ._launch import configured
@@ -21,25 +20,6 @@ def jsd_bwd_config(where: Gpu, M: int, V: int, itemsize: int) -> dict[str, int]:
     return bwd_config(where, M, V, itemsize)
 
 
-def jsd_fwd(
-    input: Tensor, target: Tensor, labels: Maybe, beta: float, reduction: str, temperature: float | None, ignore_index: int,
-    dtype: torch.dtype | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    x, y, share = ordered(input, target, beta)
-    divide = divisor(input, labels, reduction, input.size(0))
-    options = ignore_index, temperature, share, False, reduction, divide, dtype or input.dtype
-    return forward(jsd_fwd_config, x, y, labels, *options)
-
-
-def jsd_bwd(
-    grad_out: Tensor, input: Tensor, target: Tensor, labels: Maybe, logs: Tensor, sums: Tensor, total: Tensor, beta: float,
-    temperature: float | None, ignore_index: int, needs: tuple[bool, bool],
-) -> tuple[Maybe, Maybe]:  # fmt: skip
-    x, y, share = ordered(input, target, beta)
-    first, second, _ = ordered(*needs, beta)
-    options = logs, sums, total, ignore_index, temperature, share, False, (first, second)
-    grads = backward((jsd_fwd_config, jsd_bwd_config), grad_out, x, y, labels, *options)
-    return ordered(*grads, beta)[:2]
-
-
-jsd = op.implement(jsd_fwd, jsd_bwd)
+jsd = op.implement(
+    *jsd_host(partial(forward, jsd_fwd_config), partial(backward, (jsd_fwd_config, jsd_bwd_config))), module=__name__
+)

@@ -11,8 +11,6 @@ from kernels_reference.linear_cross_entropy import op
 from ._launch import launch
 from .cross_entropy import cross_entropy_fwd, write_grad
 
-Maybe = Tensor | None
-
 
 @triton.jit
 def scale_kernel(x_ptr, factor_ptr, out_ptr, N, IN_PLACE: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -31,8 +29,4 @@ def scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
     launch(scale_kernel, (programs,), x, factor, out, x.numel(), out is x, 4096, num_warps=8)
 
 
-def turn(grad_out: Tensor, grad_lse: Maybe, logits: Tensor, *rest: object) -> None:
-    write_grad(grad_out, grad_lse, logits, *rest, logits)  # type: ignore[arg-type]
-
-
-linear_cross_entropy = op.implement(*host(Backend(cross_entropy_fwd, turn, scale), __name__))
+linear_cross_entropy = op.implement(*host(Backend(cross_entropy_fwd, write_grad, scale)), module=__name__)
