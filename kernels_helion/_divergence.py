@@ -68,14 +68,17 @@ def terms(x: Tensor, y: Tensor, beta: Number, probabilities: Flag, exact: Flag) 
     return larger_term + smaller_term, torch.where(up, smaller_term, larger_term), torch.where(up, larger_term, smaller_term)
 
 
-def row_log(highest: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of the lanes' sums the natural logarithm, in two parts: a maximum, and that of the sum over it; the sum, and the maximum
-    in units of log(2)."""
+def row_sum(highest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the lanes' maxima and sums of exponentials over them, those of the row."""
     shift = finite(torch.amax(highest, dim=1))
-    row_total = (total * torch.exp2(highest - shift.unsqueeze(1))).sum(dim=1)
+    return shift, (total * torch.exp2(highest - shift.unsqueeze(1))).sum(dim=1)
+
+
+def row_log(shift: Tensor, log: Tensor) -> tuple[Tensor, Tensor]:
+    """The logarithm of the sum in two parts: a maximum, and what is over it."""
     # Exponents are of differences to `shift`, which is this times log2(e) but for a rounding, large where logits are.
     most = shift / scaled(1.0)
-    return most, torch.log(row_total) + (shift - scaled(most)) / scaled(1.0), row_total, shift
+    return most, log + (shift - scaled(most)) / scaled(1.0)
 
 
 def moved(apart: Tensor, total_y: Tensor, from_x: Tensor, from_y: Tensor, to_x: Tensor, to_y: Tensor) -> Tensor:
@@ -131,10 +134,13 @@ def divergence_fwd(
                 apart = apart + torch.where(p == 0, 0.0, p * (z_y - z_x)).sum(dim=1)
                 total_x = torch.exp2(z_x).sum(dim=1) + torch.exp2(before_x - shift_x) * total_x
                 total_y = p.sum(dim=1) + torch.exp2(before_y - shift_y) * total_y
-            most_x, log_x, _, to_x = row_log(highest_x, total_x)
-            most_y, log_y, sum_p, to_y = row_log(highest_y, total_y)
+            to_x, sum_q = row_sum(highest_x, total_x)
+            to_y, sum_p = row_sum(highest_y, total_y)
+            log_x, log_y = torch.log(sum_q), torch.log(sum_p)
             apart = moved(apart, total_y, highest_x, highest_y, to_x[:, None], to_y[:, None])
             loss = apart.sum(dim=1) / sum_p / scaled(1.0) - (log_y - log_x)
+            most_x, log_x = row_log(to_x, log_x)
+            most_y, log_y = row_log(to_y, log_y)
             sum_x, sum_y = sum_x - 1, loss + 1
         if second is not None:
             losses, sums_x, sums_y = hl.zeros([rows, lanes]), hl.zeros([rows, lanes]), hl.zeros([rows, lanes])

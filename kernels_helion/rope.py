@@ -40,28 +40,38 @@ def sizes(q: Tensor, k: Tensor, *rest: Any) -> dict[str, int]:
     }
 
 
-def load_pairs(x: Tensor, rows: list[Any], d: Any, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+def masked(lanes: Tensor, live: Tensor | None) -> Tensor:
+    return lanes if live is None else live & lanes
+
+
+def load_pairs(
+    x: Tensor, rows: list[Any], d: Any, half: int, interleaved: bool, live: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     if interleaved:
-        tile = hl.load(x, [*rows, d], d.index < half * 2).float()
+        tile = hl.load(x, [*rows, d], masked(d.index < half * 2, live)).float()
         return hl.split(tile.reshape([*tile.shape[:-1], tile.shape[-1] // 2, 2]))
-    return tuple(hl.load(x, [*rows, at], d.index < half).float() for at in (d.index, d.index + half))  # type: ignore
+    return tuple(hl.load(x, [*rows, at], masked(d.index < half, live)).float() for at in (d.index, d.index + half))  # type: ignore
 
 
-def store_pairs(out: Tensor, rows: list[Any], d: Any, half: int, interleaved: bool, x1: Tensor, x2: Tensor) -> None:
+def store_pairs(
+    out: Tensor, rows: list[Any], d: Any, half: int, interleaved: bool, x1: Tensor, x2: Tensor, live: Tensor | None = None
+) -> None:
     x1, x2 = x1.to(out.dtype), x2.to(out.dtype)
     if interleaved:
-        hl.store(out, [*rows, d], hl.join(x1, x2).reshape([*x1.shape[:-1], d.block_size]), d.index < half * 2)
+        hl.store(out, [*rows, d], hl.join(x1, x2).reshape([*x1.shape[:-1], d.block_size]), masked(d.index < half * 2, live))
     else:
-        hl.store(out, [*rows, d.index], x1, d.index < half)
-        hl.store(out, [*rows, d.index + half], x2, d.index < half)
+        hl.store(out, [*rows, d.index], x1, masked(d.index < half, live))
+        hl.store(out, [*rows, d.index + half], x2, masked(d.index < half, live))
 
 
 def turn(x: Tensor, out: Tensor, rows: list[Any], d: Any, angles: Any, sizes: Any, options: Any) -> None:
     (cos1, cos2, sin1, sin2), (*_, half, width, _), (interleaved, partial) = angles, sizes, options
-    x1, x2 = load_pairs(x, rows, d, half, interleaved)
-    store_pairs(out, rows, d, half, interleaved, x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2)
+    # In place of an end of the loop over heads that depends on their number, which Helion takes long to reason about.
+    live = (rows[1].index < x.size(1)).unsqueeze(1).unsqueeze(2)
+    x1, x2 = load_pairs(x, rows, d, half, interleaved, live)
+    store_pairs(out, rows, d, half, interleaved, x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2, live)
     for at in [d.index + half * 2, d.index + half * 2 + width][: partial * (2 - interleaved)]:
-        hl.store(out, [*rows, at], hl.load(x, [*rows, at], at < x.size(-1)), at < x.size(-1))
+        hl.store(out, [*rows, at], hl.load(x, [*rows, at], live & (at < x.size(-1))), live & (at < x.size(-1)))
 
 
 @kernel(config, sizes)
@@ -72,9 +82,9 @@ def rope_kernel(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k
         sin1, sin2 = load_pairs(sin, [b.begin, t], d, half, options[0])
         if backward:
             sin1, sin2 = -sin2, -sin1
-        for h in hl.tile(g.begin * H, min(g.begin * H + H, q.size(1))):
+        for h in hl.tile(g.begin * H, g.begin * H + H):
             turn(q, q_out, [b.begin, h, t], d, (cos1, cos2, sin1, sin2), sizes, options)
-        for h in hl.tile(g.begin * K, min(g.begin * K + K, k.size(1))):
+        for h in hl.tile(g.begin * K, g.begin * K + K):
             turn(k, k_out, [b.begin, h, t], d, (cos1, cos2, sin1, sin2), sizes, options)
 
 

@@ -83,14 +83,18 @@ def read_logs(logs_ptr, rows, M, counts):
 
 
 @triton.jit
-def row_log(highest, total):
-    """Of the lanes' sums the natural logarithm, in two parts: a maximum, and that of the sum over it; the sum, and the maximum
-    in units of log(2)."""
+def row_sum(highest, total):
+    """Of the lanes' maxima and sums of exponentials over them, those of the row."""
     shift = finite(tl.max(highest, 1))
-    total = tl.sum(total * tl.exp2(highest - shift[:, None]), 1)
+    return shift, tl.sum(total * tl.exp2(highest - shift[:, None]), 1)
+
+
+@triton.jit
+def row_log(shift, log):
+    """The logarithm of the sum in two parts: a maximum, and what is over it."""
     # Exponents are of differences to `shift`, which is this times LOG2E but for a rounding, large where logits are.
     most = shift / LOG2E
-    return most, libdevice.log(total) + tl.fma(most, -LOG2E, shift) / LOG2E, total, shift
+    return most, log + tl.fma(most, -LOG2E, shift) / LOG2E
 
 
 @triton.jit
@@ -150,10 +154,13 @@ def divergence_fwd_kernel(
             apart += tl.sum(tl.where(p == 0, 0.0, p * (log_p - log_q)), 1)
             total_x = total_x * tl.exp2(before_x - shift_x) + tl.sum(tl.exp2(log_q), 1)
             total_y = total_y * tl.exp2(before_y - shift_y) + tl.sum(p, 1)
-        most_x, log_x, _, to_x = row_log(highest_x, total_x)
-        most_y, log_y, sum_p, to_y = row_log(highest_y, total_y)
+        to_x, sum_q = row_sum(highest_x, total_x)
+        to_y, sum_p = row_sum(highest_y, total_y)
+        log_x, log_y = libdevice.log(sum_q), libdevice.log(sum_p)
         apart = tl.sum(moved(apart, total_y, highest_x, highest_y, to_x[:, None], to_y[:, None]), 1)
         loss = apart / sum_p / LOG2E - (log_y - log_x)  # pyright: ignore
+        most_x, log_x = row_log(to_x, log_x)
+        most_y, log_y = row_log(to_y, log_y)
         sum_x -= 1
         sum_y = loss + 1
     if weight_ptr is not None or out_ptr is not None or scale is None or beta is not None:
