@@ -84,7 +84,7 @@ def row_log(shift: Tensor, log: Tensor) -> tuple[Tensor, Tensor]:
 def moved(apart: Tensor, total_y: Tensor, from_x: Tensor, from_y: Tensor, to_x: Tensor, to_y: Tensor) -> Tensor:
     """The sum of p times the distance of both logarithms, after a change of what is subtracted from them; p was summed, too."""
     rescale = torch.exp2(from_y - to_y)
-    change = (finite(from_y) - finite(from_x)) - (to_y - to_x)
+    change = (finite(from_y) - to_y) - (finite(from_x) - to_x)
     return torch.where(rescale == 0, 0.0, (apart + total_y * change) * rescale)
 
 

@@ -14,7 +14,7 @@ from kernels_reference._config import gpu
 from kernels_reference.qk_norm_rope import Casting, op
 
 from ._kernel import kernel, next_power_of_2
-from .rope import load_pairs, store_pairs
+from .rope import Lanes, lanes_of, load_pairs, store_pairs
 
 Opt = Tensor | None
 
@@ -35,20 +35,21 @@ def sizes(x: Tensor, *rest: Any) -> dict[str, int]:
     return {"M": M, "H": N // M, "D": D, "itemsize": x.itemsize, "together": together, "interleaved": interleaved}
 
 
-def load(x: Tensor, rows: list[Any], d: Any, options: Any) -> list[Tensor]:
+def load(x: Tensor, rows: list[Any], lanes: Lanes, options: Any) -> list[Tensor]:
     """Elements one and two of the pairs, and what is not turned, where there is any."""
-    interleaved, half, passing, *_ = options
-    rest = [d.index + half * 2][:passing]
-    parts = [hl.load(x, [*rows, at], at < half * 2 + passing).float() for at in rest]
-    return [*load_pairs(x, rows, d, half, interleaved), *parts]
+    rest = [hl.load(x, [*rows, at], mask).float() for at, mask in lanes[2 - options[0] :]]
+    return [*load_pairs(x, rows, lanes, options[0]), *rest]
 
 
-def store(out: Tensor, rows: list[Any], d: Any, options: Any, parts: list[Tensor]) -> None:
+def store(out: Tensor, rows: list[Any], d: Any, lanes: Lanes, options: Any, parts: list[Tensor]) -> None:
+    store_pairs(out, rows, d, lanes, options[0], parts[0], parts[1])
+    for (at, mask), part in zip(lanes[2 - options[0] :], parts[2:]):  # noqa: B905 (there may be one that is for no lanes)
+        hl.store(out, [*rows, at], part.to(out.dtype), mask)
+
+
+def lanes_with(d: Any, options: Any) -> Lanes:
     interleaved, half, passing, *_ = options
-    store_pairs(out, rows, d, half, interleaved, parts[0], parts[1])
-    for part in parts[2 : 2 + passing]:
-        at = d.index + half * 2
-        hl.store(out, [*rows, at], part.to(out.dtype), at < half * 2 + passing)
+    return lanes_of(d, half, interleaved, int(passing > 0), 0, half * 2 + passing)
 
 
 def row_means(some: list[Tensor], others: list[Tensor], options: Any) -> Tensor:
@@ -62,17 +63,21 @@ def turned(x: list[Tensor], cos: Any, sin: Any) -> list[Tensor]:
 
 
 def forward(x, weight, cos, sin, out, rows: list[Any], d: Any, numbers: Any, options: Any) -> None:
-    value, scales, (eps, offset, *_) = load(x, rows, d, options), load(weight, [], d, options), numbers
-    angles = [load_pairs(table, rows[::2], d, options[1], options[0]) for table in (cos, sin)]
+    lanes = lanes_with(d, options)
+    value, scales, (eps, offset, *_) = load(x, rows, lanes, options), load(weight, [], lanes, options), numbers
+    angles = [load_pairs(table, rows[::2], lanes, options[0]) for table in (cos, sin)]
     rstd = torch.rsqrt(row_means(value, value, options) + eps)
     normed = [(part * rstd).to(options[3]).float() * (scale + offset) for part, scale in zip(value, scales, strict=True)]
-    store(out, rows, d, options, turned(normed, *angles))
+    store(out, rows, d, lanes, options, turned(normed, *angles))
 
 
-def backward(x, scales, cos, sin, grad, grad_x, rows: list[Any], d: Any, numbers: Any, options: Any) -> list[Tensor]:
+def backward(
+    x, scales, cos, sin, grad, grad_x, rows: list[Any], d: Any, lanes: Lanes, numbers: Any, options: Any
+) -> list[Tensor]:
     """Writes to grad_x; what the rows add to the gradient of the weight."""
-    value, incoming, (eps, offset, M, N, _) = load(x, rows, d, options), load(grad, rows, d, options), numbers
-    (cos1, cos2), (sin1, sin2) = (load_pairs(table, rows[::2], d, options[1], options[0]) for table in (cos, sin))
+    eps, offset, M, N, _ = numbers
+    value, incoming = load(x, rows, lanes, options), load(grad, rows, lanes, options)
+    (cos1, cos2), (sin1, sin2) = (load_pairs(table, rows[::2], lanes, options[0]) for table in (cos, sin))
     # Lanes without a row would make the sums NaN where eps is 0.
     live = (rows[1].index < N // M).unsqueeze(1) & (rows[2].index < x.size(2)).unsqueeze(0)
     rstd = torch.where(live.unsqueeze(2), torch.rsqrt(row_means(value, value, options) + eps), 0)
@@ -80,7 +85,7 @@ def backward(x, scales, cos, sin, grad, grad_x, rows: list[Any], d: Any, numbers
     if grad_x is not None:
         inner = [part * (scale + offset) for part, scale in zip(grads, scales, strict=True)]
         dots = row_means(inner, normed, options)
-        store(grad_x, rows, d, options, [(g - part * dots) * rstd for g, part in zip(inner, normed, strict=True)])
+        store(grad_x, rows, d, lanes, options, [(g - part * dots) * rstd for g, part in zip(inner, normed, strict=True)])
     return [part * other for part, other in zip(grads, normed, strict=True)]
 
 
@@ -96,12 +101,13 @@ def qk_norm_rope_bwd_kernel(x, weight, cos, sin, grad, grad_x, sums, run: int, n
     _, _, M, N, width = numbers
     heads, step = hl.register_block_size(N // M), hl.register_block_size(x.size(2))
     for h, b, part, d in hl.tile([N // M, M // x.size(2), -(-x.size(2) // run), width], block_size=[heads, 1, 1, None]):
-        scales = load(weight, [], d, options)
+        lanes = lanes_with(d, options)
+        scales = load(weight, [], lanes, options)
         first = hl.zeros([h, step, d.block_size // (1 + options[0])])
         second = hl.zeros([h, step, d.block_size // (1 + options[0])])
         rest = hl.zeros([h, step, d])
         for t in hl.tile(part.begin * run, min(part.begin * run + run, x.size(2)), block_size=step):
-            adds = backward(x, scales, cos, sin, grad, grad_x, [b.begin, h, t], d, numbers, options)
+            adds = backward(x, scales, cos, sin, grad, grad_x, [b.begin, h, t], d, lanes, numbers, options)
             first = first + adds[0]
             second = second + adds[1]
             if options[2]:
@@ -109,7 +115,7 @@ def qk_norm_rope_bwd_kernel(x, weight, cos, sin, grad, grad_x, sums, run: int, n
         if sums is not None:
             row = (h.id * (M // x.size(2)) + b.begin) * (-(-x.size(2) // run)) + part.begin
             totals = [first.sum(dim=0).sum(dim=0), second.sum(dim=0).sum(dim=0), rest.sum(dim=0).sum(dim=0)]
-            store(sums, [row], d, options, totals)
+            store(sums, [row], d, lanes, options, totals)
 
 
 @kernel(lambda *_: {"block_sizes": [16, 128], "num_warps": 4}, lambda sums, *_: {"D": sums.size(1)})

@@ -40,52 +40,53 @@ def sizes(q: Tensor, k: Tensor, *rest: Any) -> dict[str, int]:
     }
 
 
-def masked(lanes: Tensor, live: Tensor | None) -> Tensor:
-    return lanes if live is None else live & lanes
+Lanes = list[tuple[Tensor, Tensor]]
+"""Elements of a row and masks of them: of pairs' firsts and seconds or, interleaved, of pairs; then of what is not turned."""
 
 
-def load_pairs(
-    x: Tensor, rows: list[Any], d: Any, half: int, interleaved: bool, live: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def lanes_of(d: Any, half: int, interleaved: bool, rest: int, width: int, D: int) -> Lanes:
+    at = d.index
+    mask = at < half * (1 + interleaved)
+    others = [at + (half * 2 + i * width) for i in range(rest)]
+    return [(at, mask), *[(at + half, mask)][: 1 - interleaved], *[(other, other < D) for other in others]]
+
+
+def load_pairs(x: Tensor, rows: list[Any], lanes: Lanes, interleaved: bool) -> tuple[Tensor, Tensor]:
+    parts = [hl.load(x, [*rows, at], mask).float() for at, mask in lanes[: 2 - interleaved]]
     if interleaved:
-        tile = hl.load(x, [*rows, d], masked(d.index < half * 2, live)).float()
-        return hl.split(tile.reshape([*tile.shape[:-1], tile.shape[-1] // 2, 2]))
-    return tuple(hl.load(x, [*rows, at], masked(d.index < half, live)).float() for at in (d.index, d.index + half))  # type: ignore
+        return hl.split(parts[0].reshape([*parts[0].shape[:-1], parts[0].shape[-1] // 2, 2]))
+    return tuple(parts)  # type: ignore
 
 
-def store_pairs(
-    out: Tensor, rows: list[Any], d: Any, half: int, interleaved: bool, x1: Tensor, x2: Tensor, live: Tensor | None = None
-) -> None:
-    x1, x2 = x1.to(out.dtype), x2.to(out.dtype)
+def store_pairs(out: Tensor, rows: list[Any], d: Any, lanes: Lanes, interleaved: bool, x1: Tensor, x2: Tensor) -> None:
+    parts = [x1.to(out.dtype), x2.to(out.dtype)]
     if interleaved:
-        hl.store(out, [*rows, d], hl.join(x1, x2).reshape([*x1.shape[:-1], d.block_size]), masked(d.index < half * 2, live))
-    else:
-        hl.store(out, [*rows, d.index], x1, masked(d.index < half, live))
-        hl.store(out, [*rows, d.index + half], x2, masked(d.index < half, live))
+        parts = [hl.join(*parts).reshape([*x1.shape[:-1], d.block_size])]
+    for (at, mask), part in zip(lanes, parts):  # noqa: B905 (the rest are not of pairs)
+        hl.store(out, [*rows, at], part, mask)
 
 
-def turn(x: Tensor, out: Tensor, rows: list[Any], d: Any, angles: Any, sizes: Any, options: Any) -> None:
-    (cos1, cos2, sin1, sin2), (*_, half, width, _), (interleaved, partial) = angles, sizes, options
-    # In place of an end of the loop over heads that depends on their number, which Helion takes long to reason about.
-    live = (rows[1].index < x.size(1)).unsqueeze(1).unsqueeze(2)
-    x1, x2 = load_pairs(x, rows, d, half, interleaved, live)
-    store_pairs(out, rows, d, half, interleaved, x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2, live)
-    for at in [d.index + half * 2, d.index + half * 2 + width][: partial * (2 - interleaved)]:
-        hl.store(out, [*rows, at], hl.load(x, [*rows, at], live & (at < x.size(-1))), live & (at < x.size(-1)))
+def turn(x: Tensor, out: Tensor, rows: list[Any], d: Any, lanes: Lanes, angles: Any, interleaved: bool) -> None:
+    (cos1, cos2), (sin1, sin2) = angles
+    x1, x2 = load_pairs(x, rows, lanes, interleaved)
+    store_pairs(out, rows, d, lanes, interleaved, x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2)
+    for at, mask in lanes[2 - interleaved :]:
+        hl.store(out, [*rows, at], hl.load(x, [*rows, at], mask), mask)
 
 
 @kernel(config, sizes)
 def rope_kernel(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor, sizes: Any, options: Any) -> None:
-    G, H, K, half, width, backward = sizes
+    (G, H, K, half, width, backward), (interleaved, partial) = sizes, options
     for g, b, d, t in hl.tile([G, q.size(0), width, q.size(2)], block_size=[1, 1, None, None]):
-        cos1, cos2 = load_pairs(cos, [b.begin, t], d, half, options[0])
-        sin1, sin2 = load_pairs(sin, [b.begin, t], d, half, options[0])
+        lanes = lanes_of(d, half, interleaved, partial * (2 - interleaved), width, q.size(3))
+        cos1, cos2 = load_pairs(cos, [b.begin, t], lanes, interleaved)
+        sin1, sin2 = load_pairs(sin, [b.begin, t], lanes, interleaved)
         if backward:
             sin1, sin2 = -sin2, -sin1
-        for h in hl.tile(g.begin * H, g.begin * H + H):
-            turn(q, q_out, [b.begin, h, t], d, (cos1, cos2, sin1, sin2), sizes, options)
-        for h in hl.tile(g.begin * K, g.begin * K + K):
-            turn(k, k_out, [b.begin, h, t], d, (cos1, cos2, sin1, sin2), sizes, options)
+        for h in hl.tile(g.begin * H, min(g.begin * H + H, q.size(1))):
+            turn(q, q_out, [b.begin, h, t], d, lanes, ((cos1, cos2), (sin1, sin2)), interleaved)
+        for h in hl.tile(g.begin * K, min(g.begin * K + K, k.size(1))):
+            turn(k, k_out, [b.begin, h, t], d, lanes, ((cos1, cos2), (sin1, sin2)), interleaved)
 
 
 def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, needs: Any, backward: bool) -> Any:

@@ -206,6 +206,8 @@ class _Kernels:
                 return None, *ctx.call.gradients(ctx, grads, ctx.needs_input_grad[1:])
 
         self.direct = Direct
+        # `Direct.apply` without its look for functorch's transforms, which calls that are watched have been asked about.
+        self.apply = super(torch.autograd.Function, Direct).apply
 
     def forget(self) -> None:
         """Lets every next call run anew, as with another configuration."""
@@ -383,7 +385,7 @@ class _Call:
         self.backwards: dict[Any, Replay] = {}
 
     def __call__(self, tensors: list[Tensor]) -> Any:
-        return self.kernels.direct.apply(self, *tensors)
+        return self.kernels.apply(self, *tensors)
 
     def _run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         values = self.values.copy()

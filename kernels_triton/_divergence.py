@@ -101,7 +101,7 @@ def row_log(shift, log):
 def moved(apart, total_y, from_x, from_y, to_x, to_y):
     """The sum of p times the distance of both logarithms, after a change of what is subtracted from them; p was summed, too."""
     rescale = tl.exp2(from_y - to_y)
-    change = (finite(from_y) - finite(from_x)) - (to_y - to_x)
+    change = (finite(from_y) - to_y) - (finite(from_x) - to_x)
     return tl.where(rescale == 0, 0.0, (apart + total_y * change) * rescale)
 
 

@@ -1,5 +1,6 @@
 """The ops under test, found by listing `kernels_reference`."""
 
+import gc
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -34,6 +35,16 @@ def sample_count(name: str) -> int:
 
 def sample(op: Op[Any], i: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:
     return list(op.samples(Draw(DEVICE, dtype, seed)))[i]
+
+
+def peak(call: Callable[[], Any]) -> int:
+    """The bytes of the GPU's memory that a call takes at most."""
+    gc.collect()  # What other tests left would be freed during the call,
+    torch.cuda.empty_cache()  # and what they had allocated is larger than what is asked for.
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def registered(op: Op[Any], backend: str, arguments: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
