@@ -207,7 +207,7 @@ class _Kernels:
 
         self.direct = Direct
         # `Direct.apply` without its look for functorch's transforms, which calls that are watched have been asked about.
-        self.apply = super(torch.autograd.Function, Direct).apply
+        self.apply = super(torch.autograd.Function, Direct).apply  # pyright: ignore[reportAttributeAccessIssue]
 
     def forget(self) -> None:
         """Lets every next call run anew, as with another configuration."""

@@ -290,7 +290,7 @@ def test_memory(backend: str) -> None:
     x, residual, seed = *(randn(2048, 4096, dtype=torch.bfloat16).requires_grad_() for _ in range(2)), seeded(4)
     for fn, inputs in ((of("dropout", backend), [x]), (of("dropout_add", backend), [x, residual])):
 
-        def call(fn: Any = fn, inputs: list[Tensor] = inputs) -> Any:
+        def call(fn: Callable[..., Tensor] = fn, inputs: list[Tensor] = inputs) -> object:
             return torch.autograd.grad(fn(*inputs, 0.1, seed), inputs, x.detach())
 
         call()
