@@ -23,6 +23,8 @@ from kernels_reference._replay import layout
 
 try:
     import helion
+    import helion._compiler.device_ir  # These two are most of its compiler, which a first call would import.
+    import helion._compiler.type_propagation
     from helion.autotuner.config_generation import ConfigGeneration
     from helion.runtime import default_launcher
 except Exception as error:

@@ -114,7 +114,7 @@ def cost(
 
 # As in the models: heads inside positions, tables in the dtype of the activations for a batch of one.
 def model(*sizes: int, **options: Any) -> Callable[[Draw], dict[str, Any]]:
-    return heads(*sizes, tables=(1,), inside=True, **options)
+    return heads(*sizes, tables=(1,), inside=True, paired=True, **options)
 
 
 workloads = {

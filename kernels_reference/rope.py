@@ -1,6 +1,6 @@
 """Rotary position embedding of queries and keys."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -78,11 +78,17 @@ def check_heads(name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> No
 def drawn(
     draw: Draw, B: int, H: int, K: int, T: int, D: int, *, R: int = 0, tables: tuple[int, ...] = (), **options: Any
 ) -> dict[str, Any]:
-    """Tables have shape (*tables, T, R). With `inside`, heads lie inside positions: (B, T, H, D) in memory."""
+    """Tables have shape (*tables, T, R). With `inside`, heads lie inside positions: (B, T, H, D) in memory.
+
+    With `paired`, as in models, both elements of a pair are turned by the same angle.
+    """
     inside, dtype = options.pop("inside", False), options.pop("dtype", None)
     q, k = (draw(B, T, n, D).transpose(1, 2) if inside else draw(B, n, T, D) for n in (H, K))
+    paired, interleaved = options.pop("paired", False), options.get("interleaved", False)
     # Random tables show a kernel that takes both elements of a pair to have the same angle.
-    cos, sin = (draw(*tables, T, R or D, dtype=dtype) for _ in range(2))
+    cos, sin = (draw(*tables, T, (R or D) // (1 + paired), dtype=dtype) for _ in range(2))
+    if paired:
+        cos, sin = (t.repeat_interleave(2, -1) if interleaved else torch.cat([t, t], -1) for t in (cos, sin))
     return {"q": q, "k": k, "cos": cos, "sin": sin, **options}
 
 
@@ -103,18 +109,22 @@ def cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
     return both, both
 
 
+def model(*sizes: int, **options: Any) -> Callable[[Draw], dict[str, Any]]:
+    return lambda draw: drawn(draw, *sizes, paired=True, **options)
+
+
 workloads = {
     # Hugging Face's models have heads inside positions, and tables in the dtype of the activations for a batch of one.
-    "llama-3.1-8b/prefill-4k": lambda draw: drawn(draw, 2, 32, 8, 4096, 128, tables=(1,)),
-    "llama-3.1-8b/train-2k": lambda draw: drawn(draw, 8, 32, 8, 2048, 128, tables=(1,), inside=True),
-    "llama-3.1-70b/train-2k": lambda draw: drawn(draw, 8, 64, 8, 2048, 128, tables=(1,), inside=True),
-    "qwen-3-8b/decode-64": lambda draw: drawn(draw, 64, 32, 8, 1, 128, tables=(64,)),
-    "qwen-3-8b/packed-4k": lambda draw: drawn(draw, 2, 32, 8, 4096, 128, tables=(2,), dtype=torch.float32),
-    "gemma-3-27b/prefill-4k": lambda draw: drawn(draw, 2, 32, 16, 4096, 128, dtype=torch.float32, inside=True),
-    "mistral-7b/decode-1": lambda draw: drawn(draw, 1, 32, 8, 1, 128, tables=(1,)),
-    "glm-4-9b/prefill-4k": lambda draw: drawn(draw, 2, 32, 2, 4096, 128, R=64, tables=(1,), interleaved=True),
-    "gpt-j-6b/train-2k": lambda draw: drawn(draw, 8, 16, 16, 2048, 256, R=64, tables=(1,), inside=True, interleaved=True),
-    "phi-3-mini/odd-1000": lambda draw: drawn(draw, 4, 32, 32, 1000, 96, tables=(1,)),
+    "llama-3.1-8b/prefill-4k": model(2, 32, 8, 4096, 128, tables=(1,)),
+    "llama-3.1-8b/train-2k": model(8, 32, 8, 2048, 128, tables=(1,), inside=True),
+    "llama-3.1-70b/train-2k": model(8, 64, 8, 2048, 128, tables=(1,), inside=True),
+    "qwen-3-8b/decode-64": model(64, 32, 8, 1, 128, tables=(64,)),
+    "qwen-3-8b/packed-4k": model(2, 32, 8, 4096, 128, tables=(2,), dtype=torch.float32),
+    "gemma-3-27b/prefill-4k": model(2, 32, 16, 4096, 128, dtype=torch.float32, inside=True),
+    "mistral-7b/decode-1": model(1, 32, 8, 1, 128, tables=(1,)),
+    "glm-4-9b/prefill-4k": model(2, 32, 2, 4096, 128, R=64, tables=(1,), interleaved=True),
+    "gpt-j-6b/train-2k": model(8, 16, 16, 2048, 256, R=64, tables=(1,), inside=True, interleaved=True),
+    "phi-3-mini/odd-1000": model(4, 32, 32, 1000, 96, tables=(1,)),
 }
 
 
