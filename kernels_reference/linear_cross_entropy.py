@@ -98,7 +98,7 @@ def head(N: int, H: int, V: int, *, bias: bool = False, **options: Any) -> Calla
 
 def samples(draw: Draw) -> Iterator[dict[str, Any]]:
     yield head(3, 8, 1)(draw)
-    yield head(33, 16, 129)(draw)
+    yield head(9, 16, 65)(draw)
     yield head(33, 16, 129, bias=True, reduction="none")(draw)
     everything = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "dtype": torch.float32}
     yield head(130, 8, 65, bias=True, weight=draw(65).abs(), reduction="sum", **everything)(draw)

@@ -1,5 +1,6 @@
 """linear_cross_entropy: parts of the logits, gradients made ahead, and what they may be used for."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -20,8 +21,11 @@ def arguments(dtype: torch.dtype, *shape: int, **options: Any) -> dict[str, Any]
     return head(*shape, **options)(Draw(_ops.DEVICE, dtype))
 
 
-@pytest.mark.parametrize("extra_memory", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("dtype", DTYPES)
+MEMORIES = (0.0, 0.3, 1.0)
+PAIRS = itertools.product(DTYPES, MEMORIES) if _ops.DEVICE == "cuda" else zip(DTYPES, MEMORIES, strict=True)
+
+
+@pytest.mark.parametrize(("dtype", "extra_memory"), PAIRS)
 def test_weight_gradient_of_many_parts(
     backend: str, dtype: torch.dtype, extra_memory: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -32,7 +36,7 @@ def test_weight_gradient_of_many_parts(
 
 def test_small_gradients_of_a_mean(backend: str) -> None:
     """Each row's gradient is divided by their number, and most are far below float16's smallest number."""
-    _ops.check(op, backend, arguments(torch.float16, 1000, 8, 40))
+    _ops.check(op, backend, arguments(torch.float16, 400, 8, 40))
 
 
 @pytest.mark.parametrize("extra_memory", [0.0, 1.0])
