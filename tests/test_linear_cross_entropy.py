@@ -22,7 +22,7 @@ def arguments(dtype: torch.dtype, *shape: int, **options: Any) -> dict[str, Any]
 
 
 MEMORIES = (0.0, 0.3, 1.0)
-PAIRS = itertools.product(DTYPES, MEMORIES) if _ops.DEVICE == "cuda" else zip(DTYPES, MEMORIES, strict=True)
+PAIRS = list(itertools.product(DTYPES, MEMORIES) if _ops.DEVICE == "cuda" else zip(DTYPES, MEMORIES, strict=True))
 
 
 @pytest.mark.parametrize(("dtype", "extra_memory"), PAIRS)
