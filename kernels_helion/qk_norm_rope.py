@@ -65,7 +65,7 @@ def turned(x: list[Tensor], cos: Any, sin: Any) -> list[Tensor]:
 def forward(x, weight, cos, sin, out, rows: list[Any], d: Any, numbers: Any, options: Any) -> None:
     lanes = lanes_with(d, options)
     value, scales, (eps, offset, *_) = load(x, rows, lanes, options), load(weight, [], lanes, options), numbers
-    angles = [load_pairs(table, rows[::2], lanes, options[0]) for table in (cos, sin)]
+    angles = [load_pairs(table, rows, lanes, options[0]) for table in (cos, sin)]
     rstd = torch.rsqrt(row_means(value, value, options) + eps)
     normed = [(part * rstd).to(options[3]).float() * (scale + offset) for part, scale in zip(value, scales, strict=True)]
     store(out, rows, d, lanes, options, turned(normed, *angles))
@@ -77,7 +77,7 @@ def backward(
     """Writes to grad_x; what the rows add to the gradient of the weight."""
     eps, offset, M, N, _ = numbers
     value, incoming = load(x, rows, lanes, options), load(grad, rows, lanes, options)
-    (cos1, cos2), (sin1, sin2) = (load_pairs(table, rows[::2], lanes, options[0]) for table in (cos, sin))
+    (cos1, cos2), (sin1, sin2) = (load_pairs(table, rows, lanes, options[0]) for table in (cos, sin))
     # Lanes without a row would make the sums NaN where eps is 0.
     live = (rows[1].index < N // M).unsqueeze(1) & (rows[2].index < x.size(2)).unsqueeze(0)
     rstd = torch.where(live.unsqueeze(2), torch.rsqrt(row_means(value, value, options) + eps), 0)
@@ -141,7 +141,9 @@ def prepare(
     (B, H, T, D), R = x.shape, cos.size(-1)
     numbers = float(eps), float(offset), B * T, B * T * H, max(R if interleaved else R // 2, D - R)
     options = hl.constexpr((interleaved, R // 2, D - R, dtype, min(next_power_of_2(K), 8)))
-    every = [x, *(table.expand(B, -1, -1) for table in (cos, sin)), *tensors]
+    # A tile of angles has its heads, too, from the same addresses: of positions alone it would be laid out in another way than
+    # x, and cross shared memory to it.
+    every = [x, *(table.expand(B, -1, -1).unsqueeze(1).expand(-1, H, -1, -1) for table in (cos, sin)), *tensors]
     every = [t if t is None or T > 1 else t.transpose(0, -2) for t in every]
     return [numbers, options, *(t.expand(2, *t.shape[1:]) if t is not None and 1 in (B, T) else t for t in every)]
 
