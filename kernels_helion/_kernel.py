@@ -22,10 +22,7 @@ from kernels_reference._op import INTERPRET
 from kernels_reference._replay import layout
 
 try:
-    # The last two are most of its compiler, which a first call would import.
     import helion
-    import helion._compiler.device_ir  # pyright: ignore[reportUnusedImport]
-    import helion._compiler.type_propagation  # pyright: ignore[reportUnusedImport]
     from helion.autotuner.config_generation import ConfigGeneration
     from helion.runtime import default_launcher
 except Exception as error:

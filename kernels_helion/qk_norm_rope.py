@@ -143,7 +143,7 @@ def prepare(
     options = hl.constexpr((interleaved, R // 2, D - R, dtype, min(next_power_of_2(K), 8)))
     # A tile of angles has its heads, too, from the same addresses: of positions alone it would be laid out in another way than
     # x, and cross shared memory to it.
-    every = [x, *(table.expand(B, -1, -1).unsqueeze(1).expand(-1, H, -1, -1) for table in (cos, sin)), *tensors]
+    every = [x, *(table.unsqueeze(-3).expand(B, H, -1, -1) for table in (cos, sin)), *tensors]
     every = [t if t is None or T > 1 else t.transpose(0, -2) for t in every]
     return [numbers, options, *(t.expand(2, *t.shape[1:]) if t is not None and 1 in (B, T) else t for t in every)]
 

@@ -47,8 +47,9 @@ Lanes = list[tuple[Tensor, Tensor]]
 def lanes_of(d: Any, half: int, interleaved: bool, rest: int, width: int, D: int) -> Lanes:
     at = d.index
     mask = at < half * (1 + interleaved)
+    pairs = [(at, mask)] if interleaved else [(at, mask), (at + half, mask)]
     others = [at + (half * 2 + i * width) for i in range(rest)]
-    return [(at, mask), *[(at + half, mask)][: 1 - interleaved], *[(other, other < D) for other in others]]
+    return [*pairs, *[(other, other < D) for other in others]]
 
 
 def load_pairs(x: Tensor, rows: list[Any], lanes: Lanes, interleaved: bool) -> tuple[Tensor, Tensor]:

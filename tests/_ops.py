@@ -37,13 +37,13 @@ def sample(op: Op[Any], i: int, dtype: torch.dtype, seed: int = 0) -> dict[str, 
     return list(op.samples(Draw(DEVICE, dtype, seed)))[i]
 
 
-def peak(call: Callable[[], Any]) -> int:
+def peak(call: Callable[..., Any], *arguments: Any) -> int:
     """The bytes of the GPU's memory that a call takes at most."""
     gc.collect()  # What other tests left would be freed during the call,
     torch.cuda.empty_cache()  # and what they had allocated is larger than what is asked for.
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    call()
+    call(*arguments)
     return torch.cuda.max_memory_allocated() - before
 
 

@@ -128,12 +128,11 @@ assert not any(os.waitpid(child, 0)[1] for child in children)
 def test_eight_processes_at_once(tmp_path: Path) -> None:
     """First calls with an empty cache."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    forks = (
-        3 if _ops.DEVICE == "cpu" else 0
-    )  # A GPU can be used on one side of a fork only; imports take longer than the calls.
+    # Forks save imports, which take longer than the calls; a GPU can be used on one side of a fork only.
+    forks = 3 if _ops.DEVICE == "cpu" else 0
     start = [sys.executable, "-c", PROCESS.format(device=_ops.DEVICE, forks=forks)]
-    options: dict[str, Any] = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True}
-    for process in [subprocess.Popen(start, **options) for _ in range(8 >> forks)]:
+    many = range(8 >> forks)
+    for process in [subprocess.Popen(start, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) for _ in many]:
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
 

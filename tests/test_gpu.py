@@ -227,11 +227,7 @@ class Bare(torch.autograd.Function):
 
 
 def test_training_call_costs_little_more_than_the_native_one(backend: str) -> None:
-    """Forward and backward: at most twice what PyTorch's own takes.
-
-    One and a half times was the aim. A function in Python that launches nothing takes about as long as PyTorch's own does with
-    its launches (`bare`); two launches and two looks at tensors come on top.
-    """
+    """Forward and backward: at most 1.5 times what PyTorch's own takes."""
     torch.use_deterministic_algorithms(False)  # It would fill, with a launch, each tensor that is allocated in Python.
     x = torch.randn(16, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad, fn = torch.randn(16, 1024, device="cuda", dtype=torch.bfloat16), _ops.function(_ops.load("softmax"), backend)
@@ -241,7 +237,7 @@ def test_training_call_costs_little_more_than_the_native_one(backend: str) -> No
             spent[name].append(_measure.host_time(lambda call=call: torch.autograd.grad(call(x), x, grad), 500))
     least = {name: min(times) for name, times in spent.items()}
     print(backend, {name: f"{seconds * 1e6:.1f} us" for name, seconds in least.items()})
-    assert least["ours"] < 2 * least["native"]
+    assert least["ours"] < 1.5 * least["native"]
 
 
 def test_tuner_command(tmp_path: Path) -> None:
